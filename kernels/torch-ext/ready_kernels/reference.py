@@ -1,0 +1,199 @@
+"""Torch reference of the recurrent-state kernels: a window of tokens, its outputs, and the state after any prefix of it.
+
+All three recurrences of the supported targets add, per token and head, one outer product to a decayed matrix state::
+
+    S_t = diag(exp(g_t)) S_{t-1} + k_t u_t^T          o_t = S_t^T q_t
+
+They differ in `g` (one value per head, or one per key channel) and in the update vector `u`:
+
+    gated delta rule, KDA   u_t = beta_t (v_t - (diag(exp(g_t)) S_{t-1})^T k_t)      Yang et al., arXiv 2412.06464, eq. 10
+    Mamba-2                 u_t = dt_t x_t, k_t = B_t, g_t = dt_t A, q_t = C_t       Dao and Gu, arXiv 2405.21060, section 2
+
+`u_t` depends on tokens up to t only. So a window computed once holds the state after *every* prefix of it: that is what makes
+rolling back a rejected draft cheap and exact.
+
+Letters: B rows, T tokens of the window, H state heads, Hk key heads, K key channels, V value channels, G Mamba-2 groups.
+Everything is computed in float32 or, for float64 inputs, in float64. Any device; standard library and torch only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class Window(NamedTuple):
+    """The state updates of T consecutive tokens.
+
+    Args:
+        keys (`torch.Tensor` of shape `[B, H, T, K]`): Normalised keys `k_t` (Mamba-2: `B_t`).
+        updates (`torch.Tensor` of shape `[B, H, T, V]`): Update vectors `u_t`.
+        log_decay (`torch.Tensor` of shape `[B, H, T, 1]` or `[B, H, T, K]`): `g` summed from the start of the window.
+    """
+
+    keys: torch.Tensor
+    updates: torch.Tensor
+    log_decay: torch.Tensor
+
+
+def gated_delta_window(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    use_qk_l2norm: bool = True,
+) -> Window:
+    """Solves the update vectors of a window of the gated delta rule (scalar decay) or of KDA (decay per key channel).
+
+    Uses the triangular form `(I + A) U = diag(beta) (V - (exp(G) * K) S_0)`, `A_ti = beta_t (k_t exp(G_t - G_i)) . k_i` for i < t.
+
+    Args:
+        key (`torch.Tensor` of shape `[B, T, Hk, K]`): Keys as the model passes them, Hk divides H.
+        value (`torch.Tensor` of shape `[B, T, H, V]`): Values.
+        g (`torch.Tensor` of shape `[B, T, H]` or `[B, T, H, K]`): Log decay, <= 0.
+        beta (`torch.Tensor` of shape `[B, T, H]`): Write strength.
+        initial_state (`torch.Tensor` of shape `[B, H, K, V]`, *optional*): State before the window; `None` is zero.
+        use_qk_l2norm (`bool`): Normalise the keys, as the model's own rule does in its kernel.
+
+    Returns:
+        `Window`: keys, update vectors and cumulative log decay.
+    """
+    heads = value.shape[2]
+    k = _per_head(_normalised(key) if use_qk_l2norm else _wide(key), heads)  # [B, H, T, K]
+    v, b = _per_head(_wide(value), heads), _wide(beta).transpose(1, 2)[..., None]
+    log_decay = _cumulative(g)
+    system = b * decayed_scores(k, k, log_decay, strict=True)  # [B, H, T, T]
+    target = v if initial_state is None else v - (k * log_decay.exp()) @ initial_state.to(k.dtype)
+    updates = torch.linalg.solve_triangular(system, b * target, upper=False, unitriangular=True)
+    return Window(k, updates, log_decay)
+
+
+def mamba2_window(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+) -> Window:
+    """Update vectors of a window of Mamba-2: known without the state, since nothing is subtracted.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `[B, T, H, V]`): `x` (V is the head dimension).
+        dt (`torch.Tensor` of shape `[B, T, H]`): Step sizes before bias, softplus and limit.
+        A (`torch.Tensor` of shape `[H]`): Negative decay rates.
+        B (`torch.Tensor` of shape `[B, T, G, K]`): Input projections (K is the state size), G divides H.
+        dt_bias, dt_softplus, dt_limit: As in the model's own scan.
+
+    Returns:
+        `Window`: `B_t` as keys, `dt_t x_t` as updates, cumulative `dt_t A`.
+    """
+    heads = hidden_states.shape[2]
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    step = _wide(dt.clamp(dt_limit[0], dt_limit[1]))  # [B, T, H]
+    keys = _per_head(_wide(B), heads)
+    updates = _per_head(_wide(hidden_states), heads) * step.transpose(1, 2)[..., None]
+    return Window(keys, updates, _cumulative(step * A.to(step.dtype)))
+
+
+def window_outputs(query: torch.Tensor, window: Window, initial_state: torch.Tensor | None) -> torch.Tensor:
+    """Outputs `o_t = S_t^T q_t` of every token of a window, without forming the states.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H, T, K]`): Scaled queries, float32 (Mamba-2: `C_t`).
+        window (`Window`): The window.
+        initial_state (`torch.Tensor` of shape `[B, H, K, V]`, *optional*): State before the window.
+
+    Returns:
+        `torch.Tensor` of shape `[B, H, T, V]`, float32.
+    """
+    output = decayed_scores(query, window.keys, window.log_decay) @ window.updates
+    if initial_state is not None:
+        output = output + (query * window.log_decay.exp()) @ initial_state.to(query.dtype)
+    return output
+
+
+def window_state(window: Window, initial_state: torch.Tensor | None, length: int | torch.Tensor) -> torch.Tensor:
+    """State after the first `length` tokens of a window: `S_n = exp(G_n) S_0 + sum_{i<=n} (exp(G_n - G_i) k_i) u_i^T`.
+
+    Args:
+        window (`Window`): The window.
+        initial_state (`torch.Tensor` of shape `[B, H, K, V]`, *optional*): State before the window. Not changed.
+        length (`int` or `torch.LongTensor` of shape `[B]`): Tokens to keep, the same for all rows or one number per row, 0..T.
+
+    Returns:
+        `torch.Tensor` of shape `[B, H, K, V]`, float32.
+    """
+    keys, updates, log_decay = window
+    if isinstance(length, int):
+        keys, updates, log_decay = keys[:, :, :length], updates[:, :, :length], log_decay[:, :, :length]
+        total = log_decay[:, :, -1:]  # [B, H, 1, 1|K]
+        weights = (total - log_decay).exp()
+    else:
+        last = (length - 1).clamp_min(0).view(-1, 1, 1, 1).expand(-1, log_decay.shape[1], 1, log_decay.shape[3])
+        total = log_decay.gather(2, last).masked_fill((length == 0).view(-1, 1, 1, 1), 0.0)
+        kept = torch.arange(keys.shape[2], device=keys.device) < length[:, None]  # [B, T]
+        # the exponent is masked, not the result: a rejected suffix may hold anything, NaN included
+        weights = (total - log_decay).masked_fill(~kept[:, None, :, None], float("-inf")).exp()
+        updates = updates.masked_fill(~kept[:, None, :, None], 0.0)
+        keys = keys.masked_fill(~kept[:, None, :, None], 0.0)
+    state = (keys * weights).mT @ updates
+    if initial_state is not None:
+        state = torch.addcmul(state, initial_state.to(state.dtype), total.exp().mT)
+    return state
+
+
+def scaled_query(query: torch.Tensor, heads: int, use_qk_l2norm: bool = True) -> torch.Tensor:
+    """Queries of the delta rules: `[B, T, Hk, K]` -> normalised, scaled by `K^-1/2`, one per state head, `[B, H, T, K]`."""
+    q = _normalised(query) if use_qk_l2norm else _wide(query)
+    return _per_head(q, heads) * query.shape[-1] ** -0.5
+
+
+def grouped_query(query: torch.Tensor, heads: int) -> torch.Tensor:
+    """Read vectors of Mamba-2 (`C`): `[B, T, G, K]` -> one per state head, `[B, H, T, K]`, float32."""
+    return _per_head(_wide(query), heads)
+
+
+def decayed_scores(
+    rows: torch.Tensor, columns: torch.Tensor, log_decay: torch.Tensor, strict: bool = False
+) -> torch.Tensor:
+    """`sum_d rows_td columns_id exp(G_td - G_id)` for i <= t (i < t if `strict`), 0 elsewhere; `[B, H, T, T]`.
+
+    The exponent is the pairwise difference, never positive for i <= t: factoring it would overflow float32 once `|G|` passes 88.
+    """
+    length = rows.shape[2]
+    below = torch.ones(length, length, dtype=torch.bool, device=rows.device).tril(-1 if strict else 0)
+    if log_decay.shape[-1] == 1:
+        decay = (log_decay - log_decay.mT).masked_fill(~below, float("-inf")).exp()
+        return (rows @ columns.mT) * decay
+    decay = (log_decay.unsqueeze(3) - log_decay.unsqueeze(2)).masked_fill(~below[..., None], float("-inf")).exp()
+    return torch.einsum("bhtk,bhik,bhtik->bhti", rows, columns, decay)  # decay [B, H, T, T, K]
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """At least float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _normalised(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    x = _wide(x)
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
+def _per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """`[B, T, Hx, D]` -> `[B, H, T, D]`: each key head (or group) serves `H / Hx` consecutive state heads."""
+    x = x.transpose(1, 2)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _cumulative(g: torch.Tensor) -> torch.Tensor:
+    """Log decay `[B, T, H(, K)]` -> summed over the window, `[B, H, T, 1|K]`."""
+    total = _wide(g).transpose(1, 2).cumsum(2)
+    return total[..., None] if total.dim() == 3 else total

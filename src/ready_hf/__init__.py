@@ -1,0 +1,52 @@
+"""ready_hf: lossless speculative decoding on hybrid linear-attention models, in transformers' own `generate`.
+
+Importing the package makes `target.generate(**inputs, assistant_model=drafter)` work for ready_hf drafters and leaves every other call
+as it was; `ready_hf.unhook()` undoes that.
+"""
+
+from pathlib import Path
+
+from ready_hf.candidates import DraftContext, Drafter, PromptLookupDrafter, ReadyCandidateGenerator
+from ready_hf.generation import (
+    disable_assisted_generation,
+    enable_assisted_generation,
+    hook,
+    speculate,
+    unhook,
+)
+from ready_hf.outputs import SpeculativeDecodingOutput
+from ready_hf.rollback import Rollback
+from ready_hf.statistics import DecodingStats, record_stats
+from ready_hf.target import FeatureCapture, UnsupportedTargetError, ensure_patched, recurrent_layers
+
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "DecodingStats",
+    "DraftContext",
+    "Drafter",
+    "FeatureCapture",
+    "PromptLookupDrafter",
+    "ReadyCandidateGenerator",
+    "Rollback",
+    "SpeculativeDecodingOutput",
+    "UnsupportedTargetError",
+    "disable_assisted_generation",
+    "enable_assisted_generation",
+    "ensure_patched",
+    "hook",
+    "record_stats",
+    "recurrent_layers",
+    "speculate",
+    "tiny_target_path",
+    "unhook",
+]
+
+
+def tiny_target_path() -> str:
+    """Folder of the small trained hybrid target that ships with the package, for demos and tests."""
+    return str(Path(__file__).parent / "assets" / "tiny_target")
+
+
+hook()

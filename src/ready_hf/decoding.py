@@ -1,0 +1,263 @@
+"""The decoding loop: draft, verify, accept, commit. Exactly the output of plain `generate`, in fewer target forwards.
+
+One round, with x_0 the newest token (the *anchor*: chosen by the target, not yet fed to it):
+
+1. draft    a candidate generator proposes x_1 .. x_g;
+2. verify   one target forward over x_0 .. x_g, recorded by `rollback`;
+3. accept   tokens are taken left to right until a draft is rejected; one token of the target's own follows;
+4. commit   the cache becomes that of the accepted prefix: it has always seen every token but the newest.
+
+Batches advance together, by the fewest accepted drafts of any unfinished row. Every stopping criterion sees every prefix of a block;
+a block ends where a row finishes, so that the cache is that of plain `generate`, padding included.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.streamers import BaseStreamer
+
+from ready_hf.acceptance import Column, verified_columns
+from ready_hf.candidates import Drafter
+from ready_hf.outputs import Transcript
+from ready_hf.rollback import Rollback, check_cache
+from ready_hf.statistics import CallStats
+from ready_hf.target import CACHE_NAME, check_target, ensure_patched
+
+
+@torch.no_grad()
+def speculative_decoding(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    drafter: Drafter,
+    streamer: BaseStreamer | None = None,
+    num_assistant_tokens: int | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Decodes with a drafter; called by `generate`, which has prepared everything but `drafter`.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        input_ids (`torch.LongTensor` of shape `[B, L]`): Prompt, left-padded.
+        logits_processor, stopping_criteria, generation_config, model_kwargs: As `generate` prepares them for any decoding method.
+        drafter (`Drafter`): Provides the candidate generator.
+        streamer (`BaseStreamer`, *optional*): Gets every token, one at a time.
+        num_assistant_tokens (`int`, *optional*): Most drafts to verify per round.
+
+    Returns:
+        `torch.LongTensor` of shape `[B, L + new]` or `SpeculativeDecodingOutput`, as `generation_config.return_dict_in_generate` says.
+
+    Raises:
+        UnsupportedTargetError, ValueError: before any compute, if the target, its cache or an option cannot be decoded exactly.
+    """
+    check_options(generation_config, num_assistant_tokens)
+    check_target(model)
+    check_cache(model_kwargs.get(CACHE_NAME))
+    ensure_patched(model)
+    sequences = _Sequences(input_ids, stopping_criteria, generation_config, streamer)
+    call = CallStats(input_ids.device)
+    with ExitStack() as stack:
+        stack.callback(call.close)
+        generator = drafter.get_candidate_generator(model, input_ids, generation_config, logits_processor)
+        stack.callback(getattr(generator, "close", lambda: None))
+
+        with call.timing("prefill"):
+            outputs = model._prefill(input_ids, generation_config, model_kwargs)
+        rollback = Rollback(getattr(outputs, CACHE_NAME))
+        stack.callback(rollback.close)
+        sequences.transcript.add_prefill(outputs)
+        logits = _last_logits(outputs, 1, input_ids)
+        for column in verified_columns(
+            input_ids, 0, logits, None, sequences.unfinished, logits_processor, bool(generation_config.do_sample)
+        ):
+            call.stats.new_tokens += sequences.num_unfinished
+            sequences.append(column)
+        model_kwargs = _extended(model, outputs, model_kwargs, 1)
+
+        num_matches = 0
+        while sequences.num_unfinished:
+            # 1. draft
+            room = generation_config.max_length - sequences.ids.shape[1] - 1
+            limit = room if num_assistant_tokens is None else min(room, num_assistant_tokens)
+            with call.timing("draft"):
+                drafts, draft_logits = _propose(
+                    generator, sequences.ids, limit, model_kwargs, outputs, num_matches
+                )
+                drafts = sequences.padded_where_finished(drafts)
+                candidates = torch.cat([sequences.ids, drafts], dim=1)
+            length = drafts.shape[1] + 1
+            del outputs
+
+            # 2. verify
+            rows = sequences.num_unfinished
+            call.stats.count_round(length - 1, rows)
+            with call.timing("verify"):
+                outputs = _verify(model, candidates, length, rollback, model_kwargs, generator)
+                logits = _last_logits(outputs, length, input_ids)
+
+            # 3. accept
+            keep = 0
+            for column in verified_columns(
+                candidates,
+                length - 1,
+                logits,
+                draft_logits,
+                sequences.unfinished,
+                logits_processor,
+                bool(generation_config.do_sample),
+            ):
+                if keep < length - 1:
+                    call.stats.count_accepted(keep, int(column.is_draft.sum()))
+                keep += 1
+                call.stats.new_tokens += rows
+                call.stats.round_tokens += rows
+                if sequences.append(column):
+                    break
+
+            # 4. commit
+            with call.timing("commit"):
+                if length > 1:
+                    rollback.commit(keep)
+            sequences.transcript.add_block(outputs, length, keep)
+            model_kwargs = _extended(model, outputs, model_kwargs, keep)
+            num_matches = keep - 1
+            generator.update_candidate_strategy(sequences.ids, logits, num_matches)
+
+        cache = rollback.cache
+    if streamer is not None:
+        streamer.end()
+    return sequences.transcript.output(sequences.ids, cache, call.stats)
+
+
+def check_options(config: GenerationConfig, num_assistant_tokens: int | None) -> None:
+    """Refuses options that drafted decoding cannot honour exactly, one clear sentence each."""
+    refused = {
+        "num_beams": (config.num_beams or 1) > 1,
+        "num_return_sequences": (config.num_return_sequences or 1) > 1,
+        "assistant_ensemble_weight": getattr(config, "assistant_ensemble_weight", None) is not None,
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
+        "use_mtp": bool(getattr(config, "use_mtp", False)),
+        "assistant_early_exit": config.assistant_early_exit is not None,
+        "speculation_type": getattr(config, "speculation_type", None) is not None,
+        "penalty_alpha": bool(config.penalty_alpha),
+        "dola_layers": config.dola_layers is not None,
+        "force_words_ids": config.force_words_ids is not None,
+        "constraints": config.constraints is not None,
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ValueError(
+                f"`{name}={getattr(config, name)!r}` cannot be combined with a ready_hf drafter, which decodes greedily or by sampling, "
+                f"one sequence per prompt. Drop `{name}` or the drafter."
+            )
+    if num_assistant_tokens is not None and num_assistant_tokens < 0:
+        raise ValueError(f"`num_assistant_tokens` must be >= 0, got {num_assistant_tokens}")
+
+
+class _Sequences:
+    """The growing sequences of a call, which rows are unfinished, and where their tokens go."""
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        stopping_criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        streamer: BaseStreamer | None,
+    ):
+        self.ids = input_ids
+        self.unfinished = torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        self.num_unfinished = input_ids.shape[0]
+        self.transcript = Transcript(config)
+        self._stopping_criteria = stopping_criteria
+        self._streamer = streamer
+        # as in plain `generate`: without an eos criterion, rows that other criteria finished go on
+        has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self._pad = config._pad_token_tensor if has_eos else None
+
+    def append(self, column: Column) -> bool:
+        """Adds one token per row; returns whether a row finished, which ends the block."""
+        tokens = column.tokens
+        if self._pad is not None:
+            tokens = torch.where(self.unfinished, tokens, self._pad.to(tokens.device))
+        self.transcript.add_column(column)
+        self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
+        if self._streamer is not None:
+            self._streamer.put(tokens.cpu())
+        self.unfinished = self.unfinished & ~self._stopping_criteria(self.ids, self.transcript.scores)
+        before, self.num_unfinished = self.num_unfinished, int(self.unfinished.sum())
+        return self.num_unfinished < before
+
+    def padded_where_finished(self, drafts: torch.Tensor) -> torch.Tensor:
+        """Drafts with padding in finished rows: what plain `generate` feeds there."""
+        if self._pad is None or self.num_unfinished == len(self.unfinished):
+            return drafts
+        return torch.where(self.unfinished[:, None], drafts, self._pad.to(drafts.device))
+
+
+def _propose(
+    generator: CandidateGenerator,
+    input_ids: torch.Tensor,
+    limit: int,
+    model_kwargs: dict[str, Any],
+    outputs: Any,
+    num_matches: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """At most `limit` drafts `[B, g]` and, if the generator samples, their logits `[B, g, V]`."""
+    length = input_ids.shape[1]
+    if limit <= 0:
+        return input_ids[:, length:], None
+    context: dict[str, Any] = {}
+    if generator.requires_model_outputs:
+        context = {
+            "model_kwargs": model_kwargs,
+            "model_outputs": outputs,
+            "is_first_iteration": False,
+            "n_last_matches": num_matches,
+        }
+    candidates, logits = generator.get_candidates(input_ids, **context)
+    drafts = candidates[:, length : length + limit].to(input_ids.device)
+    if logits is None or not drafts.shape[1]:
+        return drafts, None
+    return drafts, logits[:, : drafts.shape[1]].to(input_ids.device)
+
+
+def _verify(
+    model: PreTrainedModel,
+    candidates: torch.Tensor,
+    length: int,
+    rollback: Rollback,
+    model_kwargs: dict[str, Any],
+    generator: CandidateGenerator,
+) -> Any:
+    """One target forward over the last `length` tokens of `candidates`; more than one token is recorded."""
+    if length > 1:
+        model_kwargs = _extended(model, {}, model_kwargs, length - 1)
+    inputs = model.prepare_inputs_for_generation(
+        candidates, next_sequence_length=length, is_first_iteration=False, **model_kwargs
+    )
+    if "logits_to_keep" in inputs:
+        inputs["logits_to_keep"] = length
+    if generator.requires_model_outputs:
+        inputs |= generator.model_kwargs_overrides
+    if length == 1:
+        return model(**inputs, return_dict=True)
+    with rollback.recording(length):
+        return model(**inputs, return_dict=True)
+
+
+def _extended(model: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """`model_kwargs` with mask, positions and token types extended by `num_tokens`."""
+    return model._update_model_kwargs_for_generation(  # type: ignore[no-any-return]
+        outputs, dict(model_kwargs), is_encoder_decoder=False, num_new_tokens=num_tokens
+    )
+
+
+def _last_logits(outputs: Any, length: int, input_ids: torch.Tensor) -> torch.Tensor:
+    """The last `length` positions' logits `[B, length, V]`, a float32 copy (the prompt's would pin far more)."""
+    return outputs.logits[:, -length:].to(copy=True, dtype=torch.float32, device=input_ids.device)

@@ -1,0 +1,220 @@
+"""How `generate` reaches the decoding loop: the hook behind `assistant_model=`, and the patch-free `speculate`.
+
+`import ready_hf` wraps the one public symbol `GenerationMixin.generate`. A call without a ready_hf drafter goes to the original
+unchanged; one with a drafter goes there too, with the drafter routed through the public `custom_generate` argument. `unhook()` undoes it.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerationMixin, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from ready_hf.candidates import Drafter, PromptLookupDrafter, is_drafter
+from ready_hf.decoding import speculative_decoding
+from ready_hf.target import ensure_patched, recurrent_layers, unpatch
+
+
+# What `generate` fills in when the caller sets nothing; then the drafter's own block size decides.
+DEFAULT_NUM_ASSISTANT_TOKENS = GenerationConfig._get_default_generation_params().get("num_assistant_tokens")
+
+
+class Speculation:
+    """A decoding method for `generate(custom_generate=...)`, made by `speculate`."""
+
+    def __init__(self, drafter: Drafter, streamer: BaseStreamer | None, num_assistant_tokens: int | None):
+        if not is_drafter(drafter):
+            raise TypeError(
+                f"{type(drafter).__name__} is not a ready_hf drafter (no `is_ready_drafter = True`). Pass a ReaDy drafter or a "
+                "`ready_hf.PromptLookupDrafter`."
+            )
+        self.drafter = drafter
+        self.streamer = streamer
+        self.num_assistant_tokens = num_assistant_tokens
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Any,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        num_assistant_tokens: int | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        # `generate` hands over an argument of a callable's own only if the caller has set it
+        limits = [self.num_assistant_tokens, num_assistant_tokens]
+        if generation_config.num_assistant_tokens != DEFAULT_NUM_ASSISTANT_TOKENS:
+            limits.append(generation_config.num_assistant_tokens)
+        set_limits = [limit for limit in limits if limit is not None]
+        return speculative_decoding(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            drafter=self.drafter,
+            streamer=self.streamer,
+            num_assistant_tokens=min(set_limits) if set_limits else None,
+            **model_kwargs,
+        )
+
+
+def speculate(
+    drafter: Drafter, *, streamer: BaseStreamer | None = None, num_assistant_tokens: int | None = None
+) -> Speculation:
+    """Decoding with a drafter, for `target.generate(**inputs, custom_generate=ready_hf.speculate(drafter))`.
+
+    Works with nothing patched, after `unhook()` too. Then give the streamer here as well as to `generate` (which sends it the
+    prompt, but drops it for callables), and pass a `StopStringCriteria` instead of `stop_strings`.
+
+    Args:
+        drafter (`Drafter`): A ReaDy drafter, a `PromptLookupDrafter`, or any object with the marker.
+        streamer (`BaseStreamer`, *optional*): Gets every token.
+        num_assistant_tokens (`int`, *optional*): Most drafts to verify per round; default: as many as the drafter proposes.
+
+    Raises:
+        TypeError: not a drafter.
+    """
+    return Speculation(drafter, streamer, num_assistant_tokens)
+
+
+class _HookState:
+    is_enabled = True
+    assists_hybrids = False
+
+
+_state = _HookState()
+
+
+def hook() -> None:
+    """Makes `generate(assistant_model=drafter)` work; `import ready_hf` calls it. Idempotent."""
+    _state.is_enabled = True
+    if getattr(GenerationMixin.generate, "_ready_hf_hook", False):
+        return
+    GenerationMixin.generate = _hooked(GenerationMixin.generate)
+
+
+def unhook() -> None:
+    """Undoes `hook`, `enable_assisted_generation` and everything wrapped in modeling modules.
+
+    If somebody has wrapped `generate` after us, their wrapper stays and ours inside it turns into a pass-through.
+    """
+    _state.is_enabled = False
+    _state.assists_hybrids = False
+    unpatch()
+    if getattr(GenerationMixin.generate, "_ready_hf_hook", False):
+        GenerationMixin.generate = GenerationMixin.generate.__wrapped__
+
+
+def enable_assisted_generation() -> None:
+    """Makes `generate(prompt_lookup_num_tokens=...)` work on hybrid targets, through our loop and rollback.
+
+    Opt-in, since it changes calls that have nothing to do with ready_hf drafters: stock transformers refuses them. Pure attention
+    models keep the stock loop.
+    """
+    hook()
+    _state.assists_hybrids = True
+
+
+def disable_assisted_generation() -> None:
+    """Undoes `enable_assisted_generation`."""
+    _state.assists_hybrids = False
+
+
+def _hooked(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _state.is_enabled:
+            return original(self, *args, **kwargs)
+        if getattr(self, "_is_stateful", False):
+            ensure_patched(self)
+        bound = signature.bind(self, *args, **kwargs).arguments
+        call = {name: value for name, value in bound.items() if name not in ("self", "kwargs")} | bound.get("kwargs", {})
+        drafter = _requested_drafter(self, call)
+        if drafter is None:
+            return original(self, *args, **kwargs)
+        return _drafted_generate(original, self, drafter, call)
+
+    generate._ready_hf_hook = True  # type: ignore[attr-defined]
+    return generate
+
+
+def _requested_drafter(model: PreTrainedModel, call: dict[str, Any]) -> Drafter | None:
+    """The drafter that a `generate` call asks for, removed from its arguments."""
+    assistant, method = call.get("assistant_model"), call.get("custom_generate")
+    if is_drafter(assistant):
+        if method is not None:
+            raise ValueError(
+                "got both `assistant_model` (a ready_hf drafter) and `custom_generate`: each is a way of decoding. Pass one of them."
+            )
+        return call.pop("assistant_model")  # type: ignore[no-any-return]
+    if isinstance(method, Speculation) and assistant is None:
+        call.setdefault("streamer", method.streamer)
+        if method.num_assistant_tokens is not None:
+            call.setdefault("num_assistant_tokens", method.num_assistant_tokens)
+        del call["custom_generate"]
+        return method.drafter
+    if _state.assists_hybrids and assistant is None and method is None and recurrent_layers(model):
+        num_tokens = _effective(model, call, "prompt_lookup_num_tokens")
+        if num_tokens is not None:
+            ngram_size = _effective(model, call, "max_matching_ngram_size") or 2
+            _clear(model, call, "prompt_lookup_num_tokens")
+            return PromptLookupDrafter(num_tokens, ngram_size)
+    return None
+
+
+def _drafted_generate(original: Callable[..., Any], model: Any, drafter: Drafter, call: dict[str, Any]) -> Any:
+    if call.get("synced_gpus"):
+        raise ValueError("`synced_gpus=True` cannot be combined with a ready_hf drafter: processes would run different numbers of rounds")
+    streamer = call.get("streamer")
+    num_assistant_tokens = _effective(model, call, "num_assistant_tokens")
+    call.pop("num_assistant_tokens", None)
+    _build_stop_strings(model, call)
+    method = Speculation(drafter, streamer, num_assistant_tokens)
+    try:
+        return original(model, custom_generate=method, **call)
+    except BaseException:
+        if streamer is not None:
+            with suppress(Exception):
+                streamer.end()  # whoever iterates over it would wait for ever
+        raise
+
+
+def _effective(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:
+    """A generation option as the caller set it: argument, then `generation_config`, then the model's; `None` if nowhere."""
+    if name in call:
+        return call[name]
+    for config in (call.get("generation_config"), model.generation_config):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    return None
+
+
+def _clear(model: PreTrainedModel, call: dict[str, Any], name: str) -> None:
+    """Unsets a generation option for one call, whichever of the three places it is set in; nothing of the caller's is changed."""
+    call.pop(name, None)
+    config = call.get("generation_config")
+    if getattr(config, name, None) is not None:
+        call["generation_config"] = copy.deepcopy(config)
+        setattr(call["generation_config"], name, None)
+    if getattr(model.generation_config, name, None) is not None:
+        call[name] = None
+
+
+def _build_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
+    """Turns `stop_strings` into a criterion: `generate` drops the tokenizer for decoding methods that are callables."""
+    stop_strings, tokenizer = _effective(model, call, "stop_strings"), call.get("tokenizer")
+    if stop_strings is None or tokenizer is None:
+        return  # without a tokenizer `generate` says so itself
+    criteria = StoppingCriteriaList(call.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    call["stopping_criteria"] = criteria
+    _clear(model, call, "stop_strings")

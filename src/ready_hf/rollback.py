@@ -1,0 +1,370 @@
+"""Exact rollback: a verify forward over T tokens, then the cache as if only the first n of them had ever been fed.
+
+    rollback = Rollback(cache)
+    with rollback.recording(length):        # T tokens
+        model(**inputs)
+    rollback.commit(keep)                   # n tokens stay
+    ...
+    rollback.close()                        # the cache is an ordinary one again
+
+While recording, every recurrent layer keeps the state before the block and the tensors of its recurrence call, by reference. On
+commit the state after n tokens is rebuilt from these in closed form; convolution windows and key/value caches are cut. Full
+acceptance costs nothing, and no layer ever holds more than two recurrent states. The prefill is not recorded.
+
+A state cannot be cropped, only rebuilt; so an update that left no record is an error, never a guess.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    EncoderDecoderCache,
+    LinearAttentionCacheLayerMixin,
+)
+
+from ready_hf.kernels import (
+    Window,
+    gated_delta_window,
+    grouped_query,
+    mamba2_window,
+    scaled_query,
+    window_outputs,
+    window_state,
+)
+from ready_hf.target import MAMBA2, RecurrenceCall, UnsupportedTargetError, observing_recurrence
+
+
+# Up to this many tokens the closed form beats transformers' torch rule on the CPU: that pads every block to a chunk of 64 or more.
+SHORT_BLOCK = 33
+
+
+@dataclass
+class Record:
+    """What one recurrent layer needs to rebuild the state after any prefix of a block.
+
+    Args:
+        call (`RecurrenceCall`): The recurrence call, its tensors by reference.
+        length (`int`): Tokens of the block.
+        window (`Window`, *optional*): The block's updates, if the forward already computed them.
+        base (`torch.Tensor` of shape `[B, H, K, V]`, Mamba-2 `[B, H, V, K]`, *optional*): State before the block.
+    """
+
+    call: RecurrenceCall
+    length: int
+    window: Window | None = None
+    base: torch.Tensor | None = None
+
+    def state_after(self, keep: int | torch.Tensor) -> torch.Tensor:
+        """State after the first `keep` tokens (all rows alike, or one number per row), in the cache's layout."""
+        window = self.window if self.window is not None else _window(self.call)
+        if self.call.recurrence is MAMBA2:
+            base = None if self.base is None else self.base.mT
+            return window_state(window, base, keep).mT.contiguous()
+        return window_state(window, self.base, keep)
+
+
+class RollbackLayer(LinearAttentionCacheLayerMixin):
+    """Mixed in front of a linear-attention cache layer class; instances share the original layer's `__dict__`."""
+
+    is_croppable = True  # type: ignore[assignment]
+    _rollback: "Rollback"
+    _records: dict[int, Record]
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        rollback = self._rollback
+        if not rollback.is_recording:
+            return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        record = rollback.take_record()
+        record.base = self.recurrent_states[state_idx]
+        self._records[state_idx] = record
+        # replaced, not copied into: the old state stays valid in the record
+        self.recurrent_states[state_idx] = _like(recurrent_states, record.base)
+        self.is_recurrent_states_initialized[state_idx] = True
+        return self.recurrent_states[state_idx]
+
+    def commit(self, keep: int | torch.Tensor, length: int) -> None:
+        """Keeps the first `keep` of the `length` tokens of the last block."""
+        for state_idx, record in self._records.items():
+            if isinstance(keep, int) and keep == length:
+                continue
+            dtype_of = self.recurrent_states[state_idx]
+            self.recurrent_states[state_idx] = None  # freed before its successor is allocated
+            self.recurrent_states[state_idx] = _like(record.state_after(keep), dtype_of)
+        self._records.clear()
+        for state_idx, window in self.conv_states.items():
+            if window is not None:
+                self.conv_states[state_idx] = _conv_window(window, keep, self.conv_kernel_size[state_idx])
+
+    def abort(self, length: int) -> None:
+        """Puts back the states from before the last block; layers that the block did not reach are left alone."""
+        for state_idx, record in self._records.items():
+            self.recurrent_states[state_idx] = record.base
+            self.is_recurrent_states_initialized[state_idx] = record.base is not None
+        self._records.clear()
+        for state_idx, window in self.conv_states.items():
+            kernel_size = self.conv_kernel_size[state_idx]
+            if window is not None and window.shape[-1] == kernel_size + length:
+                self.conv_states[state_idx] = _conv_window(window, 0, kernel_size)
+
+    def has_missed_update(self) -> bool:
+        """Whether a recurrent state was not updated through a recorded call in the last block."""
+        return any(done and i not in self._records for i, done in self.is_recurrent_states_initialized.items())
+
+
+class Rollback:
+    """Rollback of one cache, for one decoding call in one thread.
+
+    Args:
+        cache (`Cache`): A cache that has seen at least the prompt. Its linear-attention layers are exchanged for layers that roll
+            back and share their tensors; `close` puts the original objects back.
+
+    Raises:
+        UnsupportedTargetError: no cache, or a kind of cache that cannot be cut back (quantized, offloaded, encoder-decoder).
+    """
+
+    def __init__(self, cache: Cache | None):
+        self.cache = check_cache(cache)
+        self.is_recording = False
+        self._length = 0  # tokens of a recorded, uncommitted block
+        self._record: Record | None = None
+        self._past_recorders: list[Any] = []
+        self._lengths_before: dict[int, int] = {}
+        self._originals: dict[int, Any] = {}
+        for index, layer in enumerate(self.cache.layers):
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                self._originals[index] = layer
+                self.cache.layers[index] = self._exchanged(layer)
+
+    @contextmanager
+    def recording(self, length: int) -> Iterator[None]:
+        """Records the forward over `length` >= 2 tokens that runs inside; if it fails, the cache is as before.
+
+        One token needs no record: it is the anchor, which is always kept.
+        """
+        if self._length:
+            raise RuntimeError("the last recorded block was neither committed nor aborted")
+        self._length, self.is_recording = length, True
+        try:
+            self._start_past_recording()
+            with observing_recurrence(self._observe):
+                yield
+            self._check_records()
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self.is_recording = False
+            self._record = None
+
+    def commit(self, keep: int | torch.Tensor) -> torch.Tensor | None:
+        """Makes the cache that of the first `keep` tokens of the recorded block.
+
+        Args:
+            keep (`int` or `torch.LongTensor` of shape `[B]`): Tokens to keep, 1..T; one number for all rows, or one per row.
+
+        Returns:
+            `torch.LongTensor` of shape `[B]` or `None`: With one number per row, how far each row's keys and values were moved to the
+            right, so that all rows end at the same index. The caller masks as many positions at the left of that row.
+        """
+        longest = keep if isinstance(keep, int) else int(keep.max())
+        shift = None if isinstance(keep, int) else longest - keep
+        try:
+            for layer in self.cache.layers:
+                if isinstance(layer, RollbackLayer):
+                    layer.commit(keep, self._length)
+                _cut_keys_and_values(layer, self._length - longest)
+                if shift is not None:
+                    _align_right(layer, shift)
+        finally:
+            self._finish()
+        return shift
+
+    def abort(self) -> None:
+        """Makes the cache what it was before the recorded block; harmless without one."""
+        if not self._length:
+            return
+        for index, layer in enumerate(self.cache.layers):
+            if isinstance(layer, RollbackLayer):
+                layer.abort(self._length)
+            if index in self._lengths_before:
+                _cut_keys_and_values(layer, layer.get_seq_length() - self._lengths_before[index])
+        self._finish()
+
+    def close(self) -> None:
+        """Undoes an uncommitted block and turns the cache's layers back into what they were."""
+        self.abort()
+        for index, original in self._originals.items():
+            for name in ("_rollback", "_records"):
+                vars(original).pop(name, None)
+            self.cache.layers[index] = original
+        self._originals.clear()
+
+    def take_record(self) -> Record:
+        """The record of the recurrence call that the calling cache layer belongs to."""
+        record, self._record = self._record, None
+        if record is None:
+            raise UnsupportedTargetError(_NO_RECORD)
+        return record
+
+    def _observe(self, call: RecurrenceCall) -> Any:
+        length = _block_length(call)
+        if length != self._length:
+            return call.run()  # leaves no record: the cache layer refuses the update
+        if length <= SHORT_BLOCK and _device(call).type == "cpu":
+            result, window = _short_block(call)
+            self._record = Record(call, length, window)
+        else:
+            result = call.run()
+            self._record = Record(call, length)
+        return result
+
+    def _start_past_recording(self) -> None:
+        for index, layer in enumerate(self.cache.layers):
+            if getattr(layer, "record_past", True) is False:
+                layer.record_past = True
+                self._past_recorders.append(layer)
+            if _holds_keys(layer):
+                self._lengths_before[index] = layer.get_seq_length()
+
+    def _check_records(self) -> None:
+        for layer in self.cache.layers:
+            if isinstance(layer, RollbackLayer) and layer.has_missed_update():
+                raise UnsupportedTargetError(_NO_RECORD)
+
+    def _finish(self) -> None:
+        for layer in self._past_recorders:
+            layer.record_past = False
+        self._past_recorders.clear()
+        self._lengths_before.clear()
+        for layer in self.cache.layers:
+            if isinstance(layer, RollbackLayer):
+                layer._records.clear()
+        self._length = 0
+
+    def _exchanged(self, layer: Any) -> RollbackLayer:
+        exchanged = object.__new__(_rollback_class(type(layer)))
+        exchanged.__dict__ = layer.__dict__
+        exchanged._rollback = self
+        exchanged._records = {}
+        return exchanged
+
+
+_NO_RECORD = (
+    "a recurrent state was updated over several tokens without a record of the recurrence, so it cannot be rolled back. Does a kernel "
+    "replace the whole layer? Load the model with `use_kernels=False`, or call `generate` without a drafter."
+)
+
+
+def check_cache(cache: Cache | None) -> Cache:
+    """Returns the cache if it can be rolled back, refuses it by name otherwise."""
+    supported = "Supported are dynamic caches (the default) and, where transformers can cut them back, static caches."
+    if cache is None:
+        raise UnsupportedTargetError(f"drafting needs a cache, got `use_cache=False`. {supported}")
+    if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
+        raise UnsupportedTargetError(f"{type(cache).__name__} cannot be rolled back. {supported}")
+    if getattr(cache, "offloading", False):
+        raise UnsupportedTargetError(f"an offloaded {type(cache).__name__} cannot be rolled back. {supported}")
+    for layer in cache.layers:
+        if isinstance(layer, CacheLayerMixin) and not isinstance(layer, LinearAttentionCacheLayerMixin):
+            # up to 5.17 quantized layers inherit `is_croppable` from the dynamic layer
+            if not layer.is_croppable or "Quantized" in type(layer).__name__:
+                raise UnsupportedTargetError(f"a cache with {type(layer).__name__} cannot be rolled back. {supported}")
+    return cache
+
+
+def _window(call: RecurrenceCall) -> Window:
+    a = call.arguments
+    if call.recurrence is MAMBA2:
+        optional = {name: a[name] for name in ("dt_bias", "dt_softplus", "dt_limit") if name in a}
+        return mamba2_window(a["hidden_states"], a["dt"], a["A"], a["B"], **optional)
+    l2norm = a.get("use_qk_l2norm_in_kernel", False)
+    return gated_delta_window(a["key"], a["value"], a["g"], a["beta"], a["initial_state"], l2norm)
+
+
+def _short_block(call: RecurrenceCall) -> tuple[tuple[torch.Tensor, torch.Tensor], Window]:
+    """Outputs and final state of a short block in closed form, as the block function returns them, and its window."""
+    a, window = call.arguments, _window(call)
+    if call.recurrence is MAMBA2:
+        base = None if a["initial_states"] is None else a["initial_states"].mT
+        x = a["hidden_states"].float()  # [B, T, H, V]
+        output = window_outputs(grouped_query(a["C"], x.shape[2]), window, base).transpose(1, 2)
+        if a.get("D") is not None:
+            output = output + a["D"][..., None] * x
+        return (output.contiguous(), window_state(window, base, x.shape[1]).mT.contiguous()), window
+    base, length = a["initial_state"], a["value"].shape[1]
+    query = scaled_query(a["query"], a["value"].shape[2], a.get("use_qk_l2norm_in_kernel", False))
+    output = window_outputs(query, window, base).transpose(1, 2).contiguous().to(a["query"].dtype)
+    return (output, window_state(window, base, length)), window
+
+
+def _block_length(call: RecurrenceCall) -> int:
+    return int(call.arguments["hidden_states" if call.recurrence is MAMBA2 else "value"].shape[1])
+
+
+def _device(call: RecurrenceCall) -> torch.device:
+    device: torch.device = call.arguments["hidden_states" if call.recurrence is MAMBA2 else "value"].device
+    return device
+
+
+def _like(state: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+    return state if reference is None else state.to(reference.dtype)
+
+
+def _conv_window(window: torch.Tensor, keep: int | torch.Tensor, kernel_size: int) -> torch.Tensor:
+    """The last `kernel_size` inputs `[B, C, kernel_size]` after `keep` tokens; `window` holds `kernel_size + T` inputs."""
+    if isinstance(keep, int):
+        return window[..., keep : keep + kernel_size].contiguous()
+    index = keep[:, None] + torch.arange(kernel_size, device=keep.device)  # [B, kernel_size]
+    shape = (window.shape[0], *[1] * (window.dim() - 2), kernel_size)
+    return window.gather(-1, index.view(shape).expand(*window.shape[:-1], kernel_size))
+
+
+def _holds_keys(layer: Any) -> bool:
+    return isinstance(layer, CacheLayerMixin) and bool(layer.is_initialized)
+
+
+def _cut_keys_and_values(layer: Any, tokens: int) -> None:
+    """Removes the last `tokens` positions; with 0, sliding layers still shrink back to their window."""
+    if _holds_keys(layer):
+        _attention_class(type(layer)).crop(layer, -tokens)  # type: ignore[attr-defined]
+
+
+def _align_right(layer: Any, shift: torch.Tensor) -> None:
+    """Moves row b of keys and values `shift[b]` positions to the right; what falls off the end comes in at the left, to be masked."""
+    if not _holds_keys(layer) or not bool(shift.any()):
+        return
+    if not isinstance(layer, DynamicLayer) or layer.is_sliding:
+        raise UnsupportedTargetError(f"{type(layer).__name__} cannot keep a different number of tokens per row")
+    length = layer.keys.shape[-2]
+    index = (torch.arange(length, device=shift.device) - shift[:, None]) % length  # [B, S]
+    index = index[:, None, :, None]
+    layer.keys = layer.keys.gather(-2, index.expand_as(layer.keys))
+    layer.values = layer.values.gather(-2, index.expand_as(layer.values))
+
+
+@functools.cache
+def _attention_class(layer_class: type) -> type:
+    """The class that cuts keys and values: for layers that are linear and attention at once, the attention half."""
+    if not issubclass(layer_class, LinearAttentionCacheLayerMixin):
+        return layer_class
+    return next(
+        c
+        for c in layer_class.__mro__
+        if issubclass(c, CacheLayerMixin) and not issubclass(c, LinearAttentionCacheLayerMixin) and "crop" in vars(c)
+    )
+
+
+@functools.cache
+def _rollback_class(layer_class: type) -> type[RollbackLayer]:
+    return type(f"Rollback{layer_class.__name__}", (RollbackLayer, layer_class), {})
+
+

@@ -1,0 +1,325 @@
+"""All we need to know about a target model, and the only module that touches its insides.
+
+A hybrid target keeps a recurrent state per *recurrent layer*. Its mixers call a module-level recurrence function (several tokens: the
+block function; one token: the step function). `ensure_patched` puts a wrapper around these functions that
+
+- hands the call to an observer, if this thread has set one with `observing_recurrence` (that is how `rollback` records a verify forward);
+- otherwise runs transformers' torch rule for tensors on the CPU, which an installed GPU kernel package would crash on;
+- otherwise changes nothing.
+
+This module knows nothing of drafting or decoding.
+"""
+
+import functools
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
+from transformers.generation import GenerateDecoderOnlyOutput
+
+
+# transformers 5.24 renamed `past_key_values` to `cache` in model inputs and outputs; earlier versions know only the old name.
+CACHE_NAME = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """One family of recurrent layers, named by the module-level functions its mixers call.
+
+    Args:
+        name (`str`): `"gated_delta_rule"`, `"kda"` or `"mamba2"`.
+        block_function (`str`): Function for several tokens, in the model's modeling module.
+        step_function (`str`): Function for one token.
+        head_attributes (`tuple` of `str`): Mixer attributes that give `(H, K, V)`.
+    """
+
+    name: str
+    block_function: str
+    step_function: str
+    head_attributes: tuple[str, str, str]
+
+
+GATED_DELTA_RULE = Recurrence(
+    "gated_delta_rule",
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+    ("num_v_heads", "head_k_dim", "head_v_dim"),
+)
+KDA = Recurrence(
+    "kda",
+    "chunk_kimi_delta_attention",
+    "recurrent_kimi_delta_attention",
+    ("num_heads", "head_dim", "head_dim"),
+)
+MAMBA2 = Recurrence(
+    "mamba2",
+    "mamba2_chunk_scan",
+    "mamba2_selective_state_update",
+    ("num_heads", "ssm_state_size", "head_dim"),
+)
+RECURRENCES = (GATED_DELTA_RULE, KDA, MAMBA2)
+
+# Recurrent, but the stock multi-token cached forward is wrong: it restarts from a zero state.
+MAMBA1_FUNCTION = "mamba_selective_scan"
+# No recurrence, but the same crash on CPU tensors once a GPU build of causal_conv1d is installed.
+CPU_ROUTED_FUNCTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
+
+
+class UnsupportedTargetError(ValueError):
+    """The target model (or how it was set up) cannot be rolled back exactly."""
+
+
+@dataclass(frozen=True)
+class RecurrentLayer:
+    """One recurrent layer of a target.
+
+    Args:
+        layer_idx (`int`): Index of the decoder layer, and of its cache layer.
+        recurrence (`Recurrence`): Which rule its mixer runs.
+        mixer (`nn.Module`): The token mixer.
+    """
+
+    layer_idx: int
+    recurrence: Recurrence
+    mixer: nn.Module = field(repr=False)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """`(H, K, V)`: heads, key channels (Mamba-2: state size), value channels (Mamba-2: head dimension)."""
+        heads, keys, values = (int(getattr(self.mixer, name)) for name in self.recurrence.head_attributes)
+        return heads, keys, values
+
+
+def recurrent_layers(model: PreTrainedModel) -> list[RecurrentLayer]:
+    """The recurrent layers of a target, in layer order; empty for a pure attention model.
+
+    A mixer is recognised by what its `forward` calls, so wrappers (PEFT, accelerate) and composite models need no special case.
+    """
+    found = []
+    for module in model.modules():
+        recurrence = _recurrence_of(type(module))
+        if recurrence is not None:
+            found.append(RecurrentLayer(int(module.layer_idx), recurrence, module))  # type: ignore[arg-type]
+    return sorted(found, key=lambda layer: layer.layer_idx)
+
+
+def check_target(model: PreTrainedModel) -> list[RecurrentLayer]:
+    """Returns the recurrent layers of a target that can be rolled back; refuses any other by name.
+
+    Raises:
+        UnsupportedTargetError: encoder-decoder model, Mamba-1, an unknown recurrence, or a kernel that replaces a whole layer.
+    """
+    name = f"{type(model).__name__} (model type {model.config.model_type!r})"
+    if model.config.is_encoder_decoder:
+        raise UnsupportedTargetError(
+            f"{name} is an encoder-decoder model; ready_hf speeds up decoder-only models. Call `generate` without a drafter."
+        )
+    if any(_calls(type(module), MAMBA1_FUNCTION) for module in model.modules()):
+        raise UnsupportedTargetError(
+            f"{name} has Mamba-1 layers. Their multi-token forward in transformers ignores the cached state, so drafts cannot "
+            f"be verified exactly. Supported recurrences: {_supported()}. Call `generate` without a drafter."
+        )
+    layers = recurrent_layers(model)
+    if getattr(model, "_is_stateful", False) and not layers and not _is_conv_only(model):
+        raise UnsupportedTargetError(
+            f"{name} keeps a recurrent state that ready_hf does not know how to roll back (transformers {transformers_version}). "
+            f"Supported recurrences: {_supported()}. Call `generate` without a drafter, or open an issue naming this model."
+        )
+    for layer in layers:
+        _refuse_replaced_forward(name, layer)
+    return layers
+
+
+@dataclass(frozen=True)
+class RecurrenceCall:
+    """One call of a block function, as an observer sees it.
+
+    Args:
+        recurrence (`Recurrence`): Whose block function was called.
+        arguments (`dict`): The call's arguments by the names of the torch rule.
+        run (`Callable`): Runs the call as the model meant it.
+    """
+
+    recurrence: Recurrence
+    arguments: dict[str, Any]
+    run: Callable[[], Any]
+
+
+Observer = Callable[[RecurrenceCall], Any]
+
+
+class _ThreadState(threading.local):
+    observer: Observer | None = None
+
+
+_thread = _ThreadState()
+_lock = threading.RLock()
+_patched_functions: dict[tuple[ModuleType, str], tuple[Any, Any]] = {}  # (module, name) -> (wrapper, original)
+_patched_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+@contextmanager
+def observing_recurrence(observer: Observer) -> Iterator[None]:
+    """Inside the block, calls of block functions in *this thread* go to `observer(call)`, which returns what they would."""
+    previous, _thread.observer = _thread.observer, observer
+    try:
+        yield
+    finally:
+        _thread.observer = previous
+
+
+def ensure_patched(model: PreTrainedModel) -> None:
+    """Wraps the recurrence functions that `model` calls; idempotent, thread-safe, undone by `ready_hf.unhook()`.
+
+    `generate`, feature capture and verification call it themselves. Call it yourself only to run `model(...)` on the CPU, before any
+    `generate`, on a machine where flash-linear-attention is installed but no GPU is there.
+    """
+    if model in _patched_models:
+        return
+    with _lock:
+        for module in _modeling_modules(model):
+            for recurrence in RECURRENCES:
+                _patch(module, recurrence.block_function, recurrence)
+                _patch(module, recurrence.step_function)
+            for name in CPU_ROUTED_FUNCTIONS:
+                _patch(module, name)
+        _patched_models.add(model)
+
+
+def unpatch() -> None:
+    """Puts every wrapped function back, unless somebody else has replaced it since."""
+    with _lock:
+        for (module, name), (wrapper, original) in _patched_functions.items():
+            if getattr(module, name, None) is wrapper:
+                setattr(module, name, original)
+        _patched_functions.clear()
+        _patched_models.clear()
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a text or composite model."""
+    return model.get_decoder().layers  # type: ignore[no-any-return]
+
+
+class FeatureCapture:
+    """Collects the outputs of chosen decoder layers, for the thread that made it, until closed.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        target_layer_ids (`list[int]`): Indices of decoder layers whose output is read (0 is the first layer).
+
+    Raises:
+        ValueError: an index beyond the last layer.
+    """
+
+    def __init__(self, model: PreTrainedModel, target_layer_ids: list[int]):
+        layers = decoder_layers(model)
+        wrong = [i for i in target_layer_ids if not 0 <= i < len(layers)]
+        if wrong:
+            raise ValueError(
+                f"`target_layer_ids` {wrong} are not decoder layers of {type(model).__name__}: allowed are 0..{len(layers) - 1}"
+            )
+        ensure_patched(model)
+        self._thread_id = threading.get_ident()
+        self._chunks: dict[int, list[torch.Tensor]] = {i: [] for i in target_layer_ids}
+        self._handles = [
+            layers[i].register_forward_hook(functools.partial(self._collect, i)) for i in target_layer_ids
+        ]
+
+    def _collect(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == self._thread_id:
+            self._chunks[index].append(output[0] if isinstance(output, tuple) else output)
+
+    def take(self, length: int | None = None) -> dict[int, torch.Tensor]:
+        """Hands over what was collected since the last call: `{layer id: [B, T, hidden]}`, cut to the first `length` tokens."""
+        taken = {i: torch.cat(chunks, dim=1)[:, :length] for i, chunks in self._chunks.items() if chunks}
+        for chunks in self._chunks.values():
+            chunks.clear()
+        return taken
+
+    def close(self) -> None:
+        """Removes the hooks and drops what was collected."""
+        for handle in self._handles:
+            handle.remove()
+        for chunks in self._chunks.values():
+            chunks.clear()
+
+    def __enter__(self) -> "FeatureCapture":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _patch(module: ModuleType, name: str, recurrence: Recurrence | None = None) -> None:
+    original = getattr(module, name, None)
+    if original is None or original is _patched_functions.get((module, name), (None, None))[0]:
+        return
+    wrapper = _wrap(original, recurrence)
+    setattr(module, name, wrapper)
+    _patched_functions[module, name] = (wrapper, original)
+
+
+def _wrap(original: Any, recurrence: Recurrence | None) -> Callable[..., Any]:
+    # with the `kernels` package installed the "function" is a module whose `forward` holds it
+    torch_rule = inspect.unwrap(original if inspect.isfunction(original) else original.forward)
+    names = list(inspect.signature(torch_rule).parameters)
+
+    @functools.wraps(torch_rule)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        # positional arguments stay positional: the kernels behind `original` name theirs differently
+        first = args[0] if args else next(iter(kwargs.values()))
+        # packed sequences need a kernel package: left to transformers, which says so
+        packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
+        run = functools.partial(torch_rule if first.device.type == "cpu" and not packed else original, *args, **kwargs)
+        if recurrence is None or packed or _thread.observer is None:
+            return run()
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        return _thread.observer(RecurrenceCall(recurrence, arguments, run))
+
+    return wrapper
+
+
+def _modeling_modules(model: nn.Module) -> list[ModuleType]:
+    names = {type(module).__module__ for module in model.modules()}
+    return [sys.modules[name] for name in sorted(names) if name in sys.modules]
+
+
+@functools.cache
+def _calls(module_class: type[nn.Module], function: str) -> bool:
+    forward = inspect.unwrap(module_class.forward)
+    return function in getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
+@functools.cache
+def _recurrence_of(module_class: type[nn.Module]) -> Recurrence | None:
+    return next((r for r in RECURRENCES if _calls(module_class, r.block_function)), None)
+
+
+def _is_conv_only(model: PreTrainedModel) -> bool:
+    """Short-convolution hybrids (lfm2): a window of inputs, which the stock cache rolls back exactly."""
+    layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
+    return "conv" in layer_types and set(layer_types) <= {"conv", "full_attention", "sliding_attention"}
+
+
+def _refuse_replaced_forward(name: str, layer: RecurrentLayer) -> None:
+    # accelerate also replaces `forward`, but calls the original from it
+    if "forward" in vars(layer.mixer) and not hasattr(layer.mixer, "_hf_hook"):
+        raise UnsupportedTargetError(
+            f"{name}: the forward of {type(layer.mixer).__name__} in layer {layer.layer_idx} was replaced (a whole-layer kernel "
+            "from the Hub?), so its recurrence cannot be recorded. Load the model with `use_kernels=False`."
+        )
+
+
+def _supported() -> str:
+    return ", ".join(recurrence.name for recurrence in RECURRENCES)

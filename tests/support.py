@@ -1,0 +1,220 @@
+"""Targets and drafters shared by the tests: tiny random models of every supported family, the trained fixture, scripted drafters."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+import ready_hf
+from ready_hf import DraftContext, ReadyCandidateGenerator
+from ready_hf.target import CACHE_NAME
+
+
+VOCAB_SIZE = 97
+LAYER_TYPES = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+BASE = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+GATED_DELTA = {
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,  # K != V, so that a transposed state cannot pass
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 4, "mamba_expand": 2}
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(
+        layer_types=LAYER_TYPES, head_dim=16, intermediate_size=96, **GATED_DELTA, **BASE, **NO_SPECIAL_TOKENS
+    ),
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(
+        layer_types=LAYER_TYPES, head_dim=16, **EXPERTS, **GATED_DELTA, **BASE, **NO_SPECIAL_TOKENS
+    ),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        layer_types=LAYER_TYPES, head_dim=16, intermediate_size=96, **EXPERTS, **GATED_DELTA, **BASE, **NO_SPECIAL_TOKENS
+    ),
+    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(
+        layer_types=LAYER_TYPES,
+        intermediate_size=96,
+        **{**GATED_DELTA, "linear_num_key_heads": 4},
+        **BASE,
+        **NO_SPECIAL_TOKENS,
+    ),
+    "kimi_linear": lambda: transformers.KimiLinearConfig(
+        layer_types=LAYER_TYPES,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        linear_conv_kernel_dim=4,
+        **{**BASE, "num_key_value_heads": 4},
+        **NO_SPECIAL_TOKENS,
+    ),
+    "bamba": lambda: transformers.BambaConfig(
+        attn_layer_indices=[2], intermediate_size=96, mamba_chunk_size=32, **MAMBA2, **BASE, **NO_SPECIAL_TOKENS
+    ),
+    "nemotron_h": lambda: transformers.NemotronHConfig(
+        layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention"],
+        ssm_state_size=12,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
+        conv_kernel=4,
+        chunk_size=32,
+        head_dim=16,
+        n_routed_experts=4,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+        num_experts_per_tok=2,
+        intermediate_size=96,
+        **{k: v for k, v in BASE.items() if k != "num_hidden_layers"},
+        **NO_SPECIAL_TOKENS,
+    ),
+}
+
+
+@functools.cache
+def tiny_target(family: str, seed: int = 0) -> PreTrainedModel:
+    """A random model of a family, float32, with weights large enough that its logits are not flat."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("A_log", "dt_bias")):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5 - 1.0)
+            elif parameter.dim() == 3 and "conv" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+            elif parameter.dim() >= 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+        embedding = model.get_input_embeddings().weight
+        embedding.copy_(torch.randn(embedding.shape, generator=generator))
+    return model
+
+
+@functools.cache
+def trained_target() -> PreTrainedModel:
+    """The trained fixture, float32."""
+    return AutoModelForCausalLM.from_pretrained(ready_hf.tiny_target_path(), dtype=torch.float32).eval()
+
+
+@functools.cache
+def trained_tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(ready_hf.tiny_target_path())
+
+
+def random_prompt(length: int, batch: int = 1, seed: int = 5, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
+    return torch.randint(3, vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def cache_of(outputs: Any) -> Any:
+    """The cache of a model or `generate` output."""
+    return getattr(outputs, CACHE_NAME)
+
+
+def cache_argument(cache: Any) -> dict[str, Any]:
+    """The cache as a keyword argument, by the name that this transformers uses."""
+    return {CACHE_NAME: cache}
+
+
+def states(cache: Any) -> dict[str, torch.Tensor]:
+    """Every tensor of a cache by name, cloned: recurrent and conv states, keys and values."""
+    found = {}
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            for kind in ("recurrent_states", "conv_states"):
+                for i, state in getattr(layer, kind).items():
+                    if state is not None:
+                        found[f"{index}.{kind}.{i}"] = state.clone()
+        for kind in ("keys", "values"):
+            if isinstance(getattr(layer, kind, None), torch.Tensor) and layer.get_seq_length():
+                found[f"{index}.{kind}"] = getattr(layer, kind).clone()
+    return found
+
+
+def fresh_states(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+    """The states after one plain forward over `ids`."""
+    with torch.no_grad():
+        return states(cache_of(model(ids, use_cache=True, **kwargs)))
+
+
+def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """Largest relative L2 error over all tensors of two caches."""
+    assert got.keys() == want.keys(), (sorted(got), sorted(want))
+    errors = []
+    for name, reference in want.items():
+        assert got[name].shape == reference.shape, (name, got[name].shape, reference.shape)
+        norm = reference.norm()
+        errors.append(float((got[name] - reference).norm() / norm) if norm > 0 else float(got[name].norm()))
+    return max(errors)
+
+
+class ScriptedDrafter:
+    """Drafts from a given continuation, so that verification and rollback are the real ones; every round checks what it is shown.
+
+    Args:
+        reference (`torch.LongTensor` of shape `[B, L]`): Prompt and continuation.
+        block_size (`int`): Drafts per round.
+        is_right (`Callable[[int, int], bool]`): Whether the draft at `(round, position)` is the reference's token.
+        check (`Callable[[DraftContext], None]`, *optional*): Looks at the context of every round.
+    """
+
+    is_ready_drafter = True
+    target_layer_ids: list[int] = [0, 2]
+
+    def __init__(
+        self,
+        reference: torch.Tensor,
+        block_size: int = 8,
+        is_right: Callable[[int, int], bool] = lambda round_, position: True,
+        check: Callable[[DraftContext], None] | None = None,
+    ):
+        self.reference, self.block_size, self.is_right, self.check = reference, block_size, is_right, check
+        self.rounds = 0
+
+    def get_candidate_generator(self, target, input_ids, generation_config, logits_processor):
+        self.rounds = 0
+        return ReadyCandidateGenerator(self, target, generation_config, logits_processor)
+
+    def draft(self, context: DraftContext) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.check is not None:
+            self.check(context)
+        length = context.input_ids.shape[1]
+        drafts = self.reference[:, length : length + context.num_drafts].clone()
+        for position in range(drafts.shape[1]):
+            if not self.is_right(self.rounds, position):
+                drafts[:, position] = (drafts[:, position] + 1 + self.rounds % 7) % VOCAB_SIZE
+        self.rounds += 1
+        return drafts, None
+
+
+def oracle(reference: torch.Tensor, block_size: int = 8) -> ScriptedDrafter:
+    """ORACLE: every draft is right."""
+    return ScriptedDrafter(reference, block_size)
+
+
+def k_right(reference: torch.Tensor, k: int, block_size: int = 8) -> ScriptedDrafter:
+    """K-RIGHT: the first k drafts of every block are right, the others wrong."""
+    return ScriptedDrafter(reference, block_size, lambda round_, position: position < k)
+
+
+def partly_right(reference: torch.Tensor, share: float, block_size: int = 8, seed: int = 0) -> ScriptedDrafter:
+    """Every draft is right with probability `share`, by a hash of round and position."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.rand(1000, 64, generator=generator) < share
+    return ScriptedDrafter(reference, block_size, lambda round_, position: bool(table[round_ % 1000, position]))
