@@ -1,4 +1,7 @@
-"""Targets and drafters shared by the tests: tiny random models of every supported family, the trained fixture, scripted drafters."""
+"""Targets and drafters shared by the tests.
+
+Tiny random models of every supported family, the trained fixture, scripted drafters.
+"""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +19,13 @@ from ready_hf.target import CACHE_NAME
 
 VOCAB_SIZE = 97
 LAYER_TYPES = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-BASE = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+BASE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+}
 NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 GATED_DELTA = {
     "linear_conv_kernel_dim": 4,
@@ -25,8 +34,20 @@ GATED_DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,  # K != V, so that a transposed state cannot pass
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 4, "mamba_expand": 2}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3_5": lambda: transformers.Qwen3_5TextConfig(
@@ -36,7 +57,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         layer_types=LAYER_TYPES, head_dim=16, **EXPERTS, **GATED_DELTA, **BASE, **NO_SPECIAL_TOKENS
     ),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(
-        layer_types=LAYER_TYPES, head_dim=16, intermediate_size=96, **EXPERTS, **GATED_DELTA, **BASE, **NO_SPECIAL_TOKENS
+        layer_types=LAYER_TYPES,
+        head_dim=16,
+        intermediate_size=96,
+        **EXPERTS,
+        **GATED_DELTA,
+        **BASE,
+        **NO_SPECIAL_TOKENS,
     ),
     "olmo_hybrid": lambda: transformers.OlmoHybridConfig(
         layer_types=LAYER_TYPES,
@@ -88,9 +115,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
-@functools.cache
 def tiny_target(family: str, seed: int = 0) -> PreTrainedModel:
     """A random model of a family, float32, with weights large enough that its logits are not flat."""
+    model = _tiny_target(family, seed)
+    ready_hf.ensure_patched(model)  # with a GPU package installed, stock transformers crashes on the CPU
+    return model
+
+
+@functools.cache
+def _tiny_target(family: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed + 1)
@@ -107,9 +140,15 @@ def tiny_target(family: str, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-@functools.cache
 def trained_target() -> PreTrainedModel:
     """The trained fixture, float32."""
+    model = _trained_target()
+    ready_hf.ensure_patched(model)
+    return model
+
+
+@functools.cache
+def _trained_target() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(ready_hf.tiny_target_path(), dtype=torch.float32).eval()
 
 
@@ -165,7 +204,7 @@ def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 
 
 class ScriptedDrafter:
-    """Drafts from a given continuation, so that verification and rollback are the real ones; every round checks what it is shown.
+    """Drafts from a given continuation, so that verification and rollback are the real ones.
 
     Args:
         reference (`torch.LongTensor` of shape `[B, L]`): Prompt and continuation.

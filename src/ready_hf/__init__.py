@@ -1,7 +1,7 @@
 """ready_hf: lossless speculative decoding on hybrid linear-attention models, in transformers' own `generate`.
 
-Importing the package makes `target.generate(**inputs, assistant_model=drafter)` work for ready_hf drafters and leaves every other call
-as it was; `ready_hf.unhook()` undoes that.
+Importing the package makes `target.generate(**inputs, assistant_model=drafter)` work for ready_hf drafters and leaves
+every other call as it was; `ready_hf.unhook()` undoes that.
 """
 
 from pathlib import Path

@@ -1,11 +1,12 @@
 """Which drafts of a block are accepted, and what follows the last accepted one.
 
-Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318): draft x with draft probability
-q(x) is kept with probability min(1, p(x) / q(x)); the first rejected position is drawn from the normalised max(0, p - q). The result
-is distributed exactly as the target's own p, for any q.
+Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318): draft x with
+draft probability q(x) is kept with probability min(1, p(x) / q(x)); the first rejected position is drawn from the
+normalised max(0, p - q). The result is distributed exactly as the target's own p, for any q.
 
-`p` and `q` are probabilities *after* all logits processors and warpers. Drafts, `uniforms` and the draw from the residual must come
-from independent noise: reusing the draft's noise in any of them biases the result without any visible error.
+`p` and `q` are probabilities *after* all logits processors and warpers. Drafts, `uniforms` and the draw from the
+residual must come from independent noise: reusing the draft's noise in any of them biases the result without any
+visible error.
 
 Letters: B rows, N positions of the block, V vocabulary.
 """
@@ -37,8 +38,8 @@ class Acceptance(NamedTuple):
 
     Args:
         num_accepted (`torch.LongTensor` of shape `[B]`): Drafts accepted from the left, 0..N.
-        residual (`torch.Tensor` of shape `[B, V]`): Distribution of the token that replaces the first rejected draft; of no
-            meaning for rows without a rejection.
+        residual (`torch.Tensor` of shape `[B, V]`): Distribution of the token that replaces the first rejected draft;
+            of no meaning for rows without a rejection.
     """
 
     num_accepted: torch.Tensor
@@ -50,8 +51,8 @@ def accept(p: torch.Tensor, q: torch.Tensor | None, drafts: torch.Tensor, unifor
 
     Args:
         p (`torch.Tensor` of shape `[B, N, V]`): Target probabilities at the drafted positions.
-        q (`torch.Tensor` of shape `[B, N, V]`, *optional*): Probabilities the drafts were sampled from; `None` for drafts that were
-            not sampled (a point mass on the draft).
+        q (`torch.Tensor` of shape `[B, N, V]`, *optional*): Probabilities the drafts were sampled from; `None` for
+            drafts that were not sampled (a point mass on the draft).
         drafts (`torch.LongTensor` of shape `[B, N]`): Drafted tokens, N >= 1.
         uniforms (`torch.Tensor` of shape `[B, N]`): Independent uniform noise in [0, 1).
 
@@ -68,7 +69,8 @@ def accept(p: torch.Tensor, q: torch.Tensor | None, drafts: torch.Tensor, unifor
     p_rejected, q_rejected = p.gather(1, rejected).squeeze(1), q.gather(1, rejected).squeeze(1)
     residual = (p_rejected - q_rejected).clamp_min(0.0)
     total = residual.sum(-1, keepdim=True)
-    # p = q up to rounding leaves nothing: a rejection there is rounding too, and the target's own distribution is right
+    # p = q up to rounding leaves nothing: a rejection there is rounding too, and the target's own distribution is
+    # right
     residual = torch.where(total > 0, residual / total.clamp_min(torch.finfo(p.dtype).tiny), p_rejected)
     return Acceptance(num_accepted, residual)
 
@@ -103,17 +105,20 @@ def verified_columns(
     logits_processor: LogitsProcessorList,
     do_sample: bool,
 ) -> Iterator[Column]:
-    """Yields the tokens that a verified block adds: the drafts up to the first rejection in any active row, then one token more.
+    """Yields the tokens that a verified block adds: the drafts up to the first rejection in any active row, then one
+    token more.
 
-    Rows are kept together, so a row may have been accepted further than the block goes. Such a row emits its own accepted draft in
-    the last column, never a fresh sample: that it was accepted is part of its distribution.
+    Rows are kept together, so a row may have been accepted further than the block goes. Such a row emits its own
+    accepted draft in the last column, never a fresh sample: that it was accepted is part of its distribution.
 
-    Processors that look at the sequence run lazily, left to right, on exactly the prefixes that plain `generate` shows them.
+    Processors that look at the sequence run lazily, left to right, on exactly the prefixes that plain `generate` shows
+    them.
 
     Args:
         sequences (`torch.LongTensor` of shape `[B, L + num_drafts]`): Tokens so far and the drafts.
         num_drafts (`int`): N, may be 0.
-        logits (`torch.Tensor` of shape `[B, N + 1, V]`): Target logits after the last token so far and after every draft.
+        logits (`torch.Tensor` of shape `[B, N + 1, V]`): Target logits after the last token so far and after every
+            draft.
         draft_logits (`torch.Tensor` of shape `[B, N, V]`, *optional*): Processed logits the drafts were sampled from.
         active (`torch.BoolTensor` of shape `[B]`): Rows that can reject; the others are padding.
         logits_processor (`LogitsProcessorList`): The target's processors and warpers.
@@ -140,9 +145,7 @@ def verified_columns(
             num_accepted = leading_true(chosen == drafts[:, start:stop])
         else:
             q = None if draft_logits is None else draft_logits[:, start:stop].float().softmax(-1)
-            num_accepted, residual = accept(
-                scores.softmax(-1), q, drafts[:, start:stop], uniforms[:, start:stop]
-            )
+            num_accepted, residual = accept(scores.softmax(-1), q, drafts[:, start:stop], uniforms[:, start:stop])
         together = int(num_accepted[active].min()) if bool(active.any()) else step
         for k in range(together):
             tokens = drafts[:, start + k]

@@ -1,9 +1,9 @@
 """Where drafts come from: what a drafter is, and the candidate generators that the decoding loop drives.
 
-A *drafter* is any object with the marker `is_ready_drafter = True` and a method `get_candidate_generator` that returns a transformers
-`CandidateGenerator`. A *block drafter* (ReaDy and its relatives) additionally reads the target: `ReadyCandidateGenerator` hands it the
-committed cache, whose recurrent states have consumed every token before the newest one and nothing of any rejected draft, and the
-target features of every newly committed position.
+A *drafter* is any object with the marker `is_ready_drafter = True` and a method `get_candidate_generator` that returns
+a transformers `CandidateGenerator`. A *block drafter* (ReaDy and its relatives) additionally reads the target:
+`ReadyCandidateGenerator` hands it the committed cache, whose recurrent states have consumed every token before the
+newest one and nothing of any rejected draft, and the target features of every newly committed position.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,8 @@ class Drafter(Protocol):
             target (`PreTrainedModel`): The model that verifies.
             input_ids (`torch.LongTensor` of shape `[B, L]`): The prompt.
             generation_config (`GenerationConfig`): The prepared configuration of the call.
-            logits_processor (`LogitsProcessorList`): The target's processors; a drafter may use `sampling_warpers` of it, no more.
+            logits_processor (`LogitsProcessorList`): The target's processors; a drafter may use `sampling_warpers` of
+                it, no more.
         """
         ...
 
@@ -61,8 +62,8 @@ def is_drafter(candidate: object) -> bool:
 def sampling_warpers(logits_processor: LogitsProcessorList) -> LogitsProcessorList:
     """The processors a drafter applies before it samples: temperature, top-k, top-p and the like.
 
-    Others (penalties, constraints, users' own) run on the target side only: they may keep state per call, and any draft
-    distribution is right.
+    Others (penalties, constraints, users' own) run on the target side only: they may keep state per call, and any
+    draft distribution is right.
     """
     return LogitsProcessorList(p for p in logits_processor if type(p) in SAMPLING_WARPERS)
 
@@ -78,12 +79,12 @@ def choose_drafts(
         warpers (`LogitsProcessorList`): From `sampling_warpers`.
 
     Returns:
-        `tuple`: tokens `[B]`, and the *warped* logits `[B, V]` in float32 when sampling, `None` when not. The verifier compares these
-        with the target's processed logits; unwarped ones would bias the result.
+        `tuple`: tokens `[B]`, and the *warped* logits `[B, V]` in float32 when sampling, `None` when not. The verifier
+        compares these with the target's processed logits; unwarped ones would bias the result.
     """
     if not do_sample:
         return logits.argmax(-1), None
-    warped = warpers(None, logits.float()) if warpers else logits.float()  # type: ignore[arg-type]
+    warped = warpers(None, logits.float()) if warpers else logits.float()
     return torch.multinomial(warped.softmax(-1), 1).squeeze(1), warped
 
 
@@ -92,10 +93,12 @@ class DraftContext:
     """What a block drafter may read in one round.
 
     Args:
-        input_ids (`torch.LongTensor` of shape `[B, L]`): All tokens so far. The last one is the anchor: chosen, not yet fed.
+        input_ids (`torch.LongTensor` of shape `[B, L]`): All tokens so far. The last one is the anchor: chosen, not
+            yet fed.
         cache (`Cache`): The committed cache of the target: it has seen exactly the first L - 1 tokens. Read only.
-        features (`dict` of `int` to `torch.Tensor` of shape `[B, n, hidden]`): Outputs of the `target_layer_ids` layers at the n
-            positions committed since the last round (first round: of the prompt), ending with position L - 2.
+        features (`dict` of `int` to `torch.Tensor` of shape `[B, n, hidden]`): Outputs of the `target_layer_ids`
+            layers at the n positions committed since the last round (first round: of the prompt), ending with position
+            L - 2.
         attention_mask (`torch.LongTensor` of shape `[B, L]`, *optional*): 0 for padding; `None` without padding.
         num_drafts (`int`): Most drafts that can be used this round.
         do_sample (`bool`): Whether drafts are to be sampled.
@@ -118,16 +121,22 @@ class BlockDrafter(Protocol):
     target_layer_ids: list[int]
 
     def draft(self, context: DraftContext) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Drafts tokens `[B, n]`, n <= `context.num_drafts`, and the warped logits `[B, n, V]` they were sampled from, or `None`."""
+        """Drafts one block.
+
+        Returns:
+            `tuple`: tokens `[B, n]`, n <= `context.num_drafts`; the warped logits `[B, n, V]` they were sampled from,
+            or `None` for drafts that were not sampled.
+        """
         ...
 
 
-class ReadyCandidateGenerator(CandidateGenerator):  # type: ignore[misc]
+class ReadyCandidateGenerator(CandidateGenerator):
     """Drives a block drafter and exposes the target's committed cache and features to it.
 
     Args:
         drafter (`BlockDrafter`): Proposes a block per round.
-        target (`PreTrainedModel`): The model that verifies; its `drafter.target_layer_ids` layers are read by hooks until `close`.
+        target (`PreTrainedModel`): The model that verifies; its `drafter.target_layer_ids` layers are read by hooks
+            until `close`.
         generation_config (`GenerationConfig`): Prepared configuration of the call.
         logits_processor (`LogitsProcessorList`): The target's processors.
     """
@@ -188,7 +197,8 @@ class ReadyCandidateGenerator(CandidateGenerator):  # type: ignore[misc]
 
 
 class PromptLookupDrafter:
-    """Drafts what followed the last n-gram earlier in the text; no training, good for editing and summarising the prompt.
+    """Drafts what followed the last n-gram earlier in the text; no training, good for editing and summarising the
+    prompt.
 
     Args:
         num_tokens (`int`): Drafts per round.

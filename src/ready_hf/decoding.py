@@ -7,8 +7,8 @@ One round, with x_0 the newest token (the *anchor*: chosen by the target, not ye
 3. accept   tokens are taken left to right until a draft is rejected; one token of the target's own follows;
 4. commit   the cache becomes that of the accepted prefix: it has always seen every token but the newest.
 
-Batches advance together, by the fewest accepted drafts of any unfinished row. Every stopping criterion sees every prefix of a block;
-a block ends where a row finishes, so that the cache is that of plain `generate`, padding included.
+Batches advance together, by the fewest accepted drafts of any unfinished row. Every stopping criterion sees every
+prefix of a block; a block ends where a row finishes, so that the cache is that of plain `generate`, padding included.
 """
 
 from contextlib import ExitStack
@@ -45,16 +45,19 @@ def speculative_decoding(
     Args:
         model (`PreTrainedModel`): The target.
         input_ids (`torch.LongTensor` of shape `[B, L]`): Prompt, left-padded.
-        logits_processor, stopping_criteria, generation_config, model_kwargs: As `generate` prepares them for any decoding method.
+        logits_processor, stopping_criteria, generation_config, model_kwargs: As `generate` prepares them for any
+        decoding method.
         drafter (`Drafter`): Provides the candidate generator.
         streamer (`BaseStreamer`, *optional*): Gets every token, one at a time.
         num_assistant_tokens (`int`, *optional*): Most drafts to verify per round.
 
     Returns:
-        `torch.LongTensor` of shape `[B, L + new]` or `SpeculativeDecodingOutput`, as `generation_config.return_dict_in_generate` says.
+        `torch.LongTensor` of shape `[B, L + new]` or `SpeculativeDecodingOutput`, as
+        `generation_config.return_dict_in_generate` says.
 
     Raises:
-        UnsupportedTargetError, ValueError: before any compute, if the target, its cache or an option cannot be decoded exactly.
+        UnsupportedTargetError, ValueError: before any compute, if the target, its cache or an option cannot be decoded
+        exactly.
     """
     check_options(generation_config, num_assistant_tokens)
     check_target(model)
@@ -86,9 +89,7 @@ def speculative_decoding(
             room = generation_config.max_length - sequences.ids.shape[1] - 1
             limit = room if num_assistant_tokens is None else min(room, num_assistant_tokens)
             with call.timing("draft"):
-                drafts, draft_logits = _propose(
-                    generator, sequences.ids, limit, model_kwargs, outputs, num_matches
-                )
+                drafts, draft_logits = _propose(generator, sequences.ids, limit, model_kwargs, outputs, num_matches)
                 drafts = sequences.padded_where_finished(drafts)
                 candidates = torch.cat([sequences.ids, drafts], dim=1)
             length = drafts.shape[1] + 1
@@ -153,8 +154,8 @@ def check_options(config: GenerationConfig, num_assistant_tokens: int | None) ->
     for name, is_set in refused.items():
         if is_set:
             raise ValueError(
-                f"`{name}={getattr(config, name)!r}` cannot be combined with a ready_hf drafter, which decodes greedily or by sampling, "
-                f"one sequence per prompt. Drop `{name}` or the drafter."
+                f"`{name}={getattr(config, name)!r}` cannot be combined with a ready_hf drafter, which decodes "
+                f"greedily or by sampling, one sequence per prompt. Drop `{name}` or the drafter."
             )
     if num_assistant_tokens is not None and num_assistant_tokens < 0:
         raise ValueError(f"`num_assistant_tokens` must be >= 0, got {num_assistant_tokens}")
@@ -253,7 +254,7 @@ def _verify(
 
 def _extended(model: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
     """`model_kwargs` with mask, positions and token types extended by `num_tokens`."""
-    return model._update_model_kwargs_for_generation(  # type: ignore[no-any-return]
+    return model._update_model_kwargs_for_generation(
         outputs, dict(model_kwargs), is_encoder_decoder=False, num_new_tokens=num_tokens
     )
 

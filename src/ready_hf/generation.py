@@ -1,7 +1,8 @@
 """How `generate` reaches the decoding loop: the hook behind `assistant_model=`, and the patch-free `speculate`.
 
-`import ready_hf` wraps the one public symbol `GenerationMixin.generate`. A call without a ready_hf drafter goes to the original
-unchanged; one with a drafter goes there too, with the drafter routed through the public `custom_generate` argument. `unhook()` undoes it.
+`import ready_hf` wraps the one public symbol `GenerationMixin.generate`. A call without a ready_hf drafter goes to the
+original unchanged; one with a drafter goes there too, with the drafter routed through the public `custom_generate`
+argument. `unhook()` undoes it.
 """
 
 import copy
@@ -30,8 +31,8 @@ class Speculation:
     def __init__(self, drafter: Drafter, streamer: BaseStreamer | None, num_assistant_tokens: int | None):
         if not is_drafter(drafter):
             raise TypeError(
-                f"{type(drafter).__name__} is not a ready_hf drafter (no `is_ready_drafter = True`). Pass a ReaDy drafter or a "
-                "`ready_hf.PromptLookupDrafter`."
+                f"{type(drafter).__name__} is not a ready_hf drafter (no `is_ready_drafter = True`). Pass a ReaDy "
+                "drafter or a `ready_hf.PromptLookupDrafter`."
             )
         self.drafter = drafter
         self.streamer = streamer
@@ -70,13 +71,14 @@ def speculate(
 ) -> Speculation:
     """Decoding with a drafter, for `target.generate(**inputs, custom_generate=ready_hf.speculate(drafter))`.
 
-    Works with nothing patched, after `unhook()` too. Then give the streamer here as well as to `generate` (which sends it the
-    prompt, but drops it for callables), and pass a `StopStringCriteria` instead of `stop_strings`.
+    Works with nothing patched, after `unhook()` too. Then give the streamer here as well as to `generate` (which sends
+    it the prompt, but drops it for callables), and pass a `StopStringCriteria` instead of `stop_strings`.
 
     Args:
         drafter (`Drafter`): A ReaDy drafter, a `PromptLookupDrafter`, or any object with the marker.
         streamer (`BaseStreamer`, *optional*): Gets every token.
-        num_assistant_tokens (`int`, *optional*): Most drafts to verify per round; default: as many as the drafter proposes.
+        num_assistant_tokens (`int`, *optional*): Most drafts to verify per round; default: as many as the drafter
+            proposes.
 
     Raises:
         TypeError: not a drafter.
@@ -115,8 +117,8 @@ def unhook() -> None:
 def enable_assisted_generation() -> None:
     """Makes `generate(prompt_lookup_num_tokens=...)` work on hybrid targets, through our loop and rollback.
 
-    Opt-in, since it changes calls that have nothing to do with ready_hf drafters: stock transformers refuses them. Pure attention
-    models keep the stock loop.
+    Opt-in, since it changes calls that have nothing to do with ready_hf drafters: stock transformers refuses them.
+    Pure attention models keep the stock loop.
     """
     hook()
     _state.assists_hybrids = True
@@ -137,7 +139,9 @@ def _hooked(original: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(self, "_is_stateful", False):
             ensure_patched(self)
         bound = signature.bind(self, *args, **kwargs).arguments
-        call = {name: value for name, value in bound.items() if name not in ("self", "kwargs")} | bound.get("kwargs", {})
+        call = {name: value for name, value in bound.items() if name not in ("self", "kwargs")} | bound.get(
+            "kwargs", {}
+        )
         drafter = _requested_drafter(self, call)
         if drafter is None:
             return original(self, *args, **kwargs)
@@ -153,9 +157,10 @@ def _requested_drafter(model: PreTrainedModel, call: dict[str, Any]) -> Drafter 
     if is_drafter(assistant):
         if method is not None:
             raise ValueError(
-                "got both `assistant_model` (a ready_hf drafter) and `custom_generate`: each is a way of decoding. Pass one of them."
+                "got both `assistant_model` (a ready_hf drafter) and `custom_generate`: each is a way of decoding. "
+                "Pass one of them."
             )
-        return call.pop("assistant_model")  # type: ignore[no-any-return]
+        return call.pop("assistant_model")
     if isinstance(method, Speculation) and assistant is None:
         call.setdefault("streamer", method.streamer)
         if method.num_assistant_tokens is not None:
@@ -173,7 +178,10 @@ def _requested_drafter(model: PreTrainedModel, call: dict[str, Any]) -> Drafter 
 
 def _drafted_generate(original: Callable[..., Any], model: Any, drafter: Drafter, call: dict[str, Any]) -> Any:
     if call.get("synced_gpus"):
-        raise ValueError("`synced_gpus=True` cannot be combined with a ready_hf drafter: processes would run different numbers of rounds")
+        raise ValueError(
+            "`synced_gpus=True` cannot be combined with a ready_hf drafter: processes would run different "
+            "numbers of rounds"
+        )
     streamer = call.get("streamer")
     num_assistant_tokens = _effective(model, call, "num_assistant_tokens")
     call.pop("num_assistant_tokens", None)
@@ -189,7 +197,7 @@ def _drafted_generate(original: Callable[..., Any], model: Any, drafter: Drafter
 
 
 def _effective(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:
-    """A generation option as the caller set it: argument, then `generation_config`, then the model's; `None` if nowhere."""
+    """A generation option as the caller set it: argument, then `generation_config`, then the model's; else `None`."""
     if name in call:
         return call[name]
     for config in (call.get("generation_config"), model.generation_config):
@@ -199,7 +207,7 @@ def _effective(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:
 
 
 def _clear(model: PreTrainedModel, call: dict[str, Any], name: str) -> None:
-    """Unsets a generation option for one call, whichever of the three places it is set in; nothing of the caller's is changed."""
+    """Unsets a generation option for one call, wherever it is set; nothing of the caller's is changed."""
     call.pop(name, None)
     config = call.get("generation_config")
     if getattr(config, name, None) is not None:
@@ -210,7 +218,7 @@ def _clear(model: PreTrainedModel, call: dict[str, Any], name: str) -> None:
 
 
 def _build_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
-    """Turns `stop_strings` into a criterion: `generate` drops the tokenizer for decoding methods that are callables."""
+    """Turns `stop_strings` into a criterion: `generate` drops the tokenizer when the decoding method is a callable."""
     stop_strings, tokenizer = _effective(model, call, "stop_strings"), call.get("tokenizer")
     if stop_strings is None or tokenizer is None:
         return  # without a tokenizer `generate` says so itself

@@ -54,7 +54,7 @@ class Transcript:
             self.hidden_states += (outputs.hidden_states,)
 
     def add_block(self, outputs: Any, length: int, keep: int) -> None:
-        """Adds attentions and hidden states of the first `keep` of the `length` tokens of a verify forward, one token at a time."""
+        """Adds attentions and hidden states of the first `keep` of a block's `length` tokens, one token at a time."""
         for k in range(keep):
             if self.hidden_states is not None:
                 self.hidden_states += (tuple(h[:, k : k + 1] for h in outputs.hidden_states),)

@@ -7,9 +7,10 @@
     ...
     rollback.close()                        # the cache is an ordinary one again
 
-While recording, every recurrent layer keeps the state before the block and the tensors of its recurrence call, by reference. On
-commit the state after n tokens is rebuilt from these in closed form; convolution windows and key/value caches are cut. Full
-acceptance costs nothing, and no layer ever holds more than two recurrent states. The prefill is not recorded.
+While recording, every recurrent layer keeps the state before the block and the tensors of its recurrence call, by
+reference. On commit the state after n tokens is rebuilt from these in closed form; convolution windows and key/value
+caches are cut. Full acceptance costs nothing, and no layer ever holds more than two recurrent states. The prefill is
+not recorded.
 
 A state cannot be cropped, only rebuilt; so an update that left no record is an error, never a guess.
 """
@@ -41,7 +42,8 @@ from ready_hf.kernels import (
 from ready_hf.target import MAMBA2, RecurrenceCall, UnsupportedTargetError, observing_recurrence
 
 
-# Up to this many tokens the closed form beats transformers' torch rule on the CPU: that pads every block to a chunk of 64 or more.
+# Up to this many tokens the closed form beats transformers' torch rule on the CPU: that pads every block to a chunk of
+# 64 or more.
 SHORT_BLOCK = 33
 
 
@@ -73,7 +75,7 @@ class Record:
 class RollbackLayer(LinearAttentionCacheLayerMixin):
     """Mixed in front of a linear-attention cache layer class; instances share the original layer's `__dict__`."""
 
-    is_croppable = True  # type: ignore[assignment]
+    is_croppable = True
     _rollback: "Rollback"
     _records: dict[int, Record]
 
@@ -124,11 +126,12 @@ class Rollback:
     """Rollback of one cache, for one decoding call in one thread.
 
     Args:
-        cache (`Cache`): A cache that has seen at least the prompt. Its linear-attention layers are exchanged for layers that roll
-            back and share their tensors; `close` puts the original objects back.
+        cache (`Cache`): A cache that has seen at least the prompt. Its linear-attention layers are exchanged for
+            layers that roll back and share their tensors; `close` puts the original objects back.
 
     Raises:
-        UnsupportedTargetError: no cache, or a kind of cache that cannot be cut back (quantized, offloaded, encoder-decoder).
+        UnsupportedTargetError: no cache, or a kind of cache that cannot be cut back (quantized, offloaded,
+        encoder-decoder).
     """
 
     def __init__(self, cache: Cache | None):
@@ -169,11 +172,13 @@ class Rollback:
         """Makes the cache that of the first `keep` tokens of the recorded block.
 
         Args:
-            keep (`int` or `torch.LongTensor` of shape `[B]`): Tokens to keep, 1..T; one number for all rows, or one per row.
+            keep (`int` or `torch.LongTensor` of shape `[B]`): Tokens to keep, 1..T; one number for all rows, or one
+                per row.
 
         Returns:
-            `torch.LongTensor` of shape `[B]` or `None`: With one number per row, how far each row's keys and values were moved to the
-            right, so that all rows end at the same index. The caller masks as many positions at the left of that row.
+            `torch.LongTensor` of shape `[B]` or `None`: With one number per row, how far each row's keys and values
+            were moved to the right, so that all rows end at the same index. The caller masks as many positions at the
+            left of that row.
         """
         longest = keep if isinstance(keep, int) else int(keep.max())
         shift = None if isinstance(keep, int) else longest - keep
@@ -251,7 +256,7 @@ class Rollback:
         self._length = 0
 
     def _exchanged(self, layer: Any) -> RollbackLayer:
-        exchanged = object.__new__(_rollback_class(type(layer)))
+        exchanged = object.__new__(_rollback_class(type(layer)))  # type: ignore[arg-type]
         exchanged.__dict__ = layer.__dict__
         exchanged._rollback = self
         exchanged._records = {}
@@ -259,8 +264,9 @@ class Rollback:
 
 
 _NO_RECORD = (
-    "a recurrent state was updated over several tokens without a record of the recurrence, so it cannot be rolled back. Does a kernel "
-    "replace the whole layer? Load the model with `use_kernels=False`, or call `generate` without a drafter."
+    "a recurrent state was updated over several tokens without a record of the recurrence, so it cannot be rolled "
+    "back. Does a kernel replace the whole layer? Load the model with `use_kernels=False`, or call `generate` without "
+    "a drafter."
 )
 
 
@@ -274,10 +280,11 @@ def check_cache(cache: Cache | None) -> Cache:
     if getattr(cache, "offloading", False):
         raise UnsupportedTargetError(f"an offloaded {type(cache).__name__} cannot be rolled back. {supported}")
     for layer in cache.layers:
-        if isinstance(layer, CacheLayerMixin) and not isinstance(layer, LinearAttentionCacheLayerMixin):
-            # up to 5.17 quantized layers inherit `is_croppable` from the dynamic layer
-            if not layer.is_croppable or "Quantized" in type(layer).__name__:
-                raise UnsupportedTargetError(f"a cache with {type(layer).__name__} cannot be rolled back. {supported}")
+        if isinstance(layer, LinearAttentionCacheLayerMixin) or not isinstance(layer, CacheLayerMixin):
+            continue
+        # in 5.17 quantized layers inherit `is_croppable` from the dynamic layer
+        if not layer.is_croppable or "Quantized" in type(layer).__name__:
+            raise UnsupportedTargetError(f"a cache with {type(layer).__name__} cannot be rolled back. {supported}")
     return cache
 
 
@@ -320,7 +327,7 @@ def _like(state: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
 
 
 def _conv_window(window: torch.Tensor, keep: int | torch.Tensor, kernel_size: int) -> torch.Tensor:
-    """The last `kernel_size` inputs `[B, C, kernel_size]` after `keep` tokens; `window` holds `kernel_size + T` inputs."""
+    """The last inputs `[B, C, kernel_size]` after `keep` tokens; `window` holds `kernel_size + T` of them."""
     if isinstance(keep, int):
         return window[..., keep : keep + kernel_size].contiguous()
     index = keep[:, None] + torch.arange(kernel_size, device=keep.device)  # [B, kernel_size]
@@ -335,11 +342,11 @@ def _holds_keys(layer: Any) -> bool:
 def _cut_keys_and_values(layer: Any, tokens: int) -> None:
     """Removes the last `tokens` positions; with 0, sliding layers still shrink back to their window."""
     if _holds_keys(layer):
-        _attention_class(type(layer)).crop(layer, -tokens)  # type: ignore[attr-defined]
+        _attention_class(type(layer)).crop(layer, -tokens)  # type: ignore[arg-type, attr-defined]
 
 
 def _align_right(layer: Any, shift: torch.Tensor) -> None:
-    """Moves row b of keys and values `shift[b]` positions to the right; what falls off the end comes in at the left, to be masked."""
+    """Moves row b of keys and values `shift[b]` to the right; what falls off the end comes in at the left."""
     if not _holds_keys(layer) or not bool(shift.any()):
         return
     if not isinstance(layer, DynamicLayer) or layer.is_sliding:
@@ -366,5 +373,3 @@ def _attention_class(layer_class: type) -> type:
 @functools.cache
 def _rollback_class(layer_class: type) -> type[RollbackLayer]:
     return type(f"Rollback{layer_class.__name__}", (RollbackLayer, layer_class), {})
-
-

@@ -28,8 +28,9 @@ class DecodingStats:
         row_rounds (`int`): Verify forwards summed over the unfinished rows of the batch.
         drafted_by_position (`list[int]`): How often draft 1, 2, ... was verified, summed over unfinished rows.
         accepted_by_position (`list[int]`): How often draft 1, 2, ... was accepted and emitted.
-        prefill_seconds, draft_seconds, verify_seconds, commit_seconds (`float`): Wall time by phase. Inside `record_stats` the device is
-            waited for at every border of a phase; otherwise times of an asynchronous device blur into the next phase.
+        prefill_seconds, draft_seconds, verify_seconds, commit_seconds (`float`): Wall time by phase. Inside
+            `record_stats` the device is waited for at every border of a phase; otherwise times of an asynchronous
+            device blur into the next phase.
     """
 
     calls: int = 0

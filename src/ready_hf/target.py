@@ -1,9 +1,11 @@
 """All we need to know about a target model, and the only module that touches its insides.
 
-A hybrid target keeps a recurrent state per *recurrent layer*. Its mixers call a module-level recurrence function (several tokens: the
-block function; one token: the step function). `ensure_patched` puts a wrapper around these functions that
+A hybrid target keeps a recurrent state per *recurrent layer*. Its mixers call a module-level recurrence function
+(several tokens: the block function; one token: the step function). `ensure_patched` puts a wrapper around these
+functions that
 
-- hands the call to an observer, if this thread has set one with `observing_recurrence` (that is how `rollback` records a verify forward);
+- hands the call to an observer, if this thread has set one with `observing_recurrence` (that is how `rollback` records
+a verify forward);
 - otherwise runs transformers' torch rule for tensors on the CPU, which an installed GPU kernel package would crash on;
 - otherwise changes nothing.
 
@@ -28,7 +30,8 @@ from transformers import __version__ as transformers_version
 from transformers.generation import GenerateDecoderOnlyOutput
 
 
-# transformers 5.24 renamed `past_key_values` to `cache` in model inputs and outputs; earlier versions know only the old name.
+# transformers 5.24 renamed `past_key_values` to `cache` in model inputs and outputs; earlier versions know only the
+# old name.
 CACHE_NAME = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
 
 
@@ -103,13 +106,14 @@ class RecurrentLayer:
 def recurrent_layers(model: PreTrainedModel) -> list[RecurrentLayer]:
     """The recurrent layers of a target, in layer order; empty for a pure attention model.
 
-    A mixer is recognised by what its `forward` calls, so wrappers (PEFT, accelerate) and composite models need no special case.
+    A mixer is recognised by what its `forward` calls, so wrappers (PEFT, accelerate) and composite models need no
+    special case.
     """
     found = []
     for module in model.modules():
-        recurrence = _recurrence_of(type(module))
+        recurrence = _recurrence_of(type(module))  # type: ignore[arg-type]
         if recurrence is not None:
-            found.append(RecurrentLayer(int(module.layer_idx), recurrence, module))  # type: ignore[arg-type]
+            found.append(RecurrentLayer(int(module.layer_idx), recurrence, module))
     return sorted(found, key=lambda layer: layer.layer_idx)
 
 
@@ -117,23 +121,27 @@ def check_target(model: PreTrainedModel) -> list[RecurrentLayer]:
     """Returns the recurrent layers of a target that can be rolled back; refuses any other by name.
 
     Raises:
-        UnsupportedTargetError: encoder-decoder model, Mamba-1, an unknown recurrence, or a kernel that replaces a whole layer.
+        UnsupportedTargetError: encoder-decoder model, Mamba-1, an unknown recurrence, or a kernel that replaces a
+        whole layer.
     """
     name = f"{type(model).__name__} (model type {model.config.model_type!r})"
     if model.config.is_encoder_decoder:
         raise UnsupportedTargetError(
-            f"{name} is an encoder-decoder model; ready_hf speeds up decoder-only models. Call `generate` without a drafter."
+            f"{name} is an encoder-decoder model; ready_hf speeds up decoder-only models. "
+            "Call `generate` without a drafter."
         )
-    if any(_calls(type(module), MAMBA1_FUNCTION) for module in model.modules()):
+    if any(_calls(type(module), MAMBA1_FUNCTION) for module in model.modules()):  # type: ignore[arg-type]
         raise UnsupportedTargetError(
-            f"{name} has Mamba-1 layers. Their multi-token forward in transformers ignores the cached state, so drafts cannot "
-            f"be verified exactly. Supported recurrences: {_supported()}. Call `generate` without a drafter."
+            f"{name} has Mamba-1 layers. Their multi-token forward in transformers ignores the cached state, "
+            f"so drafts cannot be verified exactly. Supported recurrences: {_supported()}. Call `generate` without "
+            "a drafter."
         )
     layers = recurrent_layers(model)
     if getattr(model, "_is_stateful", False) and not layers and not _is_conv_only(model):
         raise UnsupportedTargetError(
-            f"{name} keeps a recurrent state that ready_hf does not know how to roll back (transformers {transformers_version}). "
-            f"Supported recurrences: {_supported()}. Call `generate` without a drafter, or open an issue naming this model."
+            f"{name} keeps a recurrent state that ready_hf does not know how to roll back (transformers "
+            f"{transformers_version}). Supported recurrences: {_supported()}. Call `generate` without a drafter, or "
+            "open an issue naming this model."
         )
     for layer in layers:
         _refuse_replaced_forward(name, layer)
@@ -170,7 +178,7 @@ _patched_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 @contextmanager
 def observing_recurrence(observer: Observer) -> Iterator[None]:
-    """Inside the block, calls of block functions in *this thread* go to `observer(call)`, which returns what they would."""
+    """Inside, calls of block functions in *this thread* go to `observer(call)`, which returns what they would."""
     previous, _thread.observer = _thread.observer, observer
     try:
         yield
@@ -181,8 +189,8 @@ def observing_recurrence(observer: Observer) -> Iterator[None]:
 def ensure_patched(model: PreTrainedModel) -> None:
     """Wraps the recurrence functions that `model` calls; idempotent, thread-safe, undone by `ready_hf.unhook()`.
 
-    `generate`, feature capture and verification call it themselves. Call it yourself only to run `model(...)` on the CPU, before any
-    `generate`, on a machine where flash-linear-attention is installed but no GPU is there.
+    `generate`, feature capture and verification call it themselves. Call it yourself only to run `model(...)` on the
+    CPU, before any `generate`, on a machine where flash-linear-attention is installed but no GPU is there.
     """
     if model in _patched_models:
         return
@@ -208,7 +216,7 @@ def unpatch() -> None:
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers of a text or composite model."""
-    return model.get_decoder().layers  # type: ignore[no-any-return]
+    return model.get_decoder().layers
 
 
 class FeatureCapture:
@@ -227,7 +235,8 @@ class FeatureCapture:
         wrong = [i for i in target_layer_ids if not 0 <= i < len(layers)]
         if wrong:
             raise ValueError(
-                f"`target_layer_ids` {wrong} are not decoder layers of {type(model).__name__}: allowed are 0..{len(layers) - 1}"
+                f"`target_layer_ids` {wrong} are not decoder layers of {type(model).__name__}: allowed are "
+                f"0..{len(layers) - 1}"
             )
         ensure_patched(model)
         self._thread_id = threading.get_ident()
@@ -241,7 +250,7 @@ class FeatureCapture:
             self._chunks[index].append(output[0] if isinstance(output, tuple) else output)
 
     def take(self, length: int | None = None) -> dict[int, torch.Tensor]:
-        """Hands over what was collected since the last call: `{layer id: [B, T, hidden]}`, cut to the first `length` tokens."""
+        """Hands over what came since the last call: `{layer id: [B, T, hidden]}`, cut to the first `length` tokens."""
         taken = {i: torch.cat(chunks, dim=1)[:, :length] for i, chunks in self._chunks.items() if chunks}
         for chunks in self._chunks.values():
             chunks.clear()
@@ -303,7 +312,7 @@ def _calls(module_class: type[nn.Module], function: str) -> bool:
 
 @functools.cache
 def _recurrence_of(module_class: type[nn.Module]) -> Recurrence | None:
-    return next((r for r in RECURRENCES if _calls(module_class, r.block_function)), None)
+    return next((r for r in RECURRENCES if _calls(module_class, r.block_function)), None)  # type: ignore[arg-type]
 
 
 def _is_conv_only(model: PreTrainedModel) -> bool:
@@ -316,8 +325,9 @@ def _refuse_replaced_forward(name: str, layer: RecurrentLayer) -> None:
     # accelerate also replaces `forward`, but calls the original from it
     if "forward" in vars(layer.mixer) and not hasattr(layer.mixer, "_hf_hook"):
         raise UnsupportedTargetError(
-            f"{name}: the forward of {type(layer.mixer).__name__} in layer {layer.layer_idx} was replaced (a whole-layer kernel "
-            "from the Hub?), so its recurrence cannot be recorded. Load the model with `use_kernels=False`."
+            f"{name}: the forward of {type(layer.mixer).__name__} in layer {layer.layer_idx} was replaced (a "
+            "whole-layer kernel from the Hub?), so its recurrence cannot be recorded. Load the model "
+            "with `use_kernels=False`."
         )
 
 

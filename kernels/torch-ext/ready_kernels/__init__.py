@@ -1,6 +1,8 @@
-"""Kernels over the recurrent states of hybrid linear-attention models: torch references now, Triton kernels beside them later.
+"""Kernels over the recurrent states of hybrid linear-attention models: torch references now, Triton kernels beside
+them later.
 
-Standard library and torch only, so that the folder is a Hub kernel repository and the package `ready_hf.kernels` at once.
+Standard library and torch only, so that the folder is a Hub kernel repository and the package `ready_hf.kernels` at
+once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Torch reference of the recurrent-state kernels: a window of tokens, its outputs, and the state after any prefix of it.
+"""Torch reference of the recurrent-state kernels: a window of tokens, its outputs, and the state after any prefix of
+it.
 
 All three recurrences of the supported targets add, per token and head, one outer product to a decayed matrix state::
 
@@ -6,14 +7,16 @@ All three recurrences of the supported targets add, per token and head, one oute
 
 They differ in `g` (one value per head, or one per key channel) and in the update vector `u`:
 
-    gated delta rule, KDA   u_t = beta_t (v_t - (diag(exp(g_t)) S_{t-1})^T k_t)      Yang et al., arXiv 2412.06464, eq. 10
-    Mamba-2                 u_t = dt_t x_t, k_t = B_t, g_t = dt_t A, q_t = C_t       Dao and Gu, arXiv 2405.21060, section 2
+    gated delta rule, KDA   u_t = beta_t (v_t - (diag(exp(g_t)) S_{t-1})^T k_t)      Yang et al., arXiv 2412.06464, eq.
+    10 Mamba-2                 u_t = dt_t x_t, k_t = B_t, g_t = dt_t A, q_t = C_t       Dao and Gu, arXiv 2405.21060,
+    section 2
 
-`u_t` depends on tokens up to t only. So a window computed once holds the state after *every* prefix of it: that is what makes
-rolling back a rejected draft cheap and exact.
+`u_t` depends on tokens up to t only. So a window computed once holds the state after *every* prefix of it: that is
+what makes rolling back a rejected draft cheap and exact.
 
-Letters: B rows, T tokens of the window, H state heads, Hk key heads, K key channels, V value channels, G Mamba-2 groups.
-Everything is computed in float32 or, for float64 inputs, in float64. Any device; standard library and torch only.
+Letters: B rows, T tokens of the window, H state heads, Hk key heads, K key channels, V value channels, G Mamba-2
+groups. Everything is computed in float32 or, for float64 inputs, in float64. Any device; standard library and torch
+only.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ def gated_delta_window(
 ) -> Window:
     """Solves the update vectors of a window of the gated delta rule (scalar decay) or of KDA (decay per key channel).
 
-    Uses the triangular form `(I + A) U = diag(beta) (V - (exp(G) * K) S_0)`, `A_ti = beta_t (k_t exp(G_t - G_i)) . k_i` for i < t.
+    Uses the triangular form `(I + A) U = diag(beta) (V - (exp(G) * K) S_0)`, `A_ti = beta_t (k_t exp(G_t - G_i)) .
+    k_i` for i < t.
 
     Args:
         key (`torch.Tensor` of shape `[B, T, Hk, K]`): Keys as the model passes them, Hk divides H.
@@ -126,7 +130,8 @@ def window_state(window: Window, initial_state: torch.Tensor | None, length: int
     Args:
         window (`Window`): The window.
         initial_state (`torch.Tensor` of shape `[B, H, K, V]`, *optional*): State before the window. Not changed.
-        length (`int` or `torch.LongTensor` of shape `[B]`): Tokens to keep, the same for all rows or one number per row, 0..T.
+        length (`int` or `torch.LongTensor` of shape `[B]`): Tokens to keep, the same for all rows or one number per
+            row, 0..T.
 
     Returns:
         `torch.Tensor` of shape `[B, H, K, V]`, float32.
@@ -151,7 +156,7 @@ def window_state(window: Window, initial_state: torch.Tensor | None, length: int
 
 
 def scaled_query(query: torch.Tensor, heads: int, use_qk_l2norm: bool = True) -> torch.Tensor:
-    """Queries of the delta rules: `[B, T, Hk, K]` -> normalised, scaled by `K^-1/2`, one per state head, `[B, H, T, K]`."""
+    """Queries of the delta rules: `[B, T, Hk, K]` -> normalised, scaled by `K^-1/2`, per state head `[B, H, T, K]`."""
     q = _normalised(query) if use_qk_l2norm else _wide(query)
     return _per_head(q, heads) * query.shape[-1] ** -0.5
 
@@ -166,7 +171,8 @@ def decayed_scores(
 ) -> torch.Tensor:
     """`sum_d rows_td columns_id exp(G_td - G_id)` for i <= t (i < t if `strict`), 0 elsewhere; `[B, H, T, T]`.
 
-    The exponent is the pairwise difference, never positive for i <= t: factoring it would overflow float32 once `|G|` passes 88.
+    The exponent is the pairwise difference, never positive for i <= t: factoring it would overflow float32 once `|G|`
+    passes 88.
     """
     length = rows.shape[2]
     below = torch.ones(length, length, dtype=torch.bool, device=rows.device).tril(-1 if strict else 0)

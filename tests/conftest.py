@@ -1,0 +1,29 @@
+"""Settings that must be in place before torch, triton and transformers are imported, and the rule for GPU tests."""
+
+import os
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU, Triton kernels run in the interpreter
+
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
+
+pytest.register_assert_rewrite("support")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` on a machine without a CUDA device."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
