@@ -1,5 +1,6 @@
 # `make demo`, `make test`, `make check`, `make lint` and `make floor-test` each do all set-up on their own, once.
 
+COMMA := ,
 PYTHON ?= python3
 VENV ?= .venv
 FLOOR ?= .venv-floor

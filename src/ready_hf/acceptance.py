@@ -87,13 +87,15 @@ class Column(NamedTuple):
         tokens (`torch.LongTensor` of shape `[B]`): The token each row emits.
         scores (`torch.Tensor` of shape `[B, V]`): Processed scores, float32.
         logits (`torch.Tensor` of shape `[B, V]`): Unprocessed logits, float32.
-        is_draft (`torch.BoolTensor` of shape `[B]`): Whether the token is the row's own accepted draft.
+        is_draft (`torch.BoolTensor` of shape `[B]`): Whether the token is an active row's own accepted draft.
+        num_drafts (`int`): Rows for which it is.
     """
 
     tokens: torch.Tensor
     scores: torch.Tensor
     logits: torch.Tensor
     is_draft: torch.Tensor
+    num_drafts: int
 
 
 def verified_columns(
@@ -127,6 +129,7 @@ def verified_columns(
     length, drafts = sequences.shape[1] - num_drafts, sequences[:, sequences.shape[1] - num_drafts :]
     positionwise = all(type(processor) in POSITIONWISE_PROCESSORS for processor in logits_processor)
     uniforms = torch.rand(drafts.shape, device=logits.device) if do_sample and num_drafts else None
+    num_active = 1 if len(active) == 1 else int(active.sum())
 
     def processed(start: int, stop: int) -> torch.Tensor:
         block = logits[:, start:stop].clone()  # [B, n, V]
@@ -146,16 +149,17 @@ def verified_columns(
         else:
             q = None if draft_logits is None else draft_logits[:, start:stop].float().softmax(-1)
             num_accepted, residual = accept(scores.softmax(-1), q, drafts[:, start:stop], uniforms[:, start:stop])
-        together = int(num_accepted[active].min()) if bool(active.any()) else step
+        together = int(num_accepted.masked_fill(~active, step).min())
         for k in range(together):
-            tokens = drafts[:, start + k]
-            yield Column(tokens, scores[:, k], logits[:, start + k], active)
+            yield Column(drafts[:, start + k], scores[:, k], logits[:, start + k], active, num_active)
         if together < step:
             own_draft = num_accepted > together
             other = chosen[:, together] if uniforms is None else torch.multinomial(residual, 1).squeeze(1)
             tokens = torch.where(own_draft, drafts[:, start + together], other)
-            yield Column(tokens, scores[:, together], logits[:, start + together], own_draft & active)
+            is_draft = own_draft & active
+            num_own = int(is_draft.sum()) if num_active > 1 else 0  # a single active row has rejected
+            yield Column(tokens, scores[:, together], logits[:, start + together], is_draft, num_own)
             return
     scores = processed(num_drafts, num_drafts + 1)[:, 0]
     tokens = torch.multinomial(scores.softmax(-1), 1).squeeze(1) if do_sample else scores.argmax(-1)
-    yield Column(tokens, scores, logits[:, num_drafts], torch.zeros_like(active))
+    yield Column(tokens, scores, logits[:, num_drafts], torch.zeros_like(active), 0)

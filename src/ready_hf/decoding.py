@@ -114,7 +114,7 @@ def speculative_decoding(
                 bool(generation_config.do_sample),
             ):
                 if keep < length - 1:
-                    call.stats.count_accepted(keep, int(column.is_draft.sum()))
+                    call.stats.count_accepted(keep, column.num_drafts)
                 keep += 1
                 call.stats.new_tokens += rows
                 call.stats.round_tokens += rows

@@ -42,8 +42,8 @@ from ready_hf.kernels import (
 from ready_hf.target import MAMBA2, RecurrenceCall, UnsupportedTargetError, observing_recurrence
 
 
-# Up to this many tokens the closed form beats transformers' torch rule on the CPU: that pads every block to a chunk of
-# 64 or more.
+# Blocks up to this length bypass the block function, which pads them to a chunk of 64 or more: where the step function
+# is a kernel that takes blocks they run through that, and where there is no kernel at all, in closed form.
 SHORT_BLOCK = 33
 
 
@@ -65,6 +65,8 @@ class Record:
 
     def state_after(self, keep: int | torch.Tensor) -> torch.Tensor:
         """State after the first `keep` tokens (all rows alike, or one number per row), in the cache's layout."""
+        if self.window is None and self.call.step_rule is not None:
+            return _by_step_rule(self.call, keep)[1]
         window = self.window if self.window is not None else _window(self.call)
         if self.call.recurrence is MAMBA2:
             base = None if self.base is None else self.base.mT
@@ -142,6 +144,8 @@ class Rollback:
         self._past_recorders: list[Any] = []
         self._lengths_before: dict[int, int] = {}
         self._originals: dict[int, Any] = {}
+        if any(isinstance(layer, RollbackLayer) for layer in self.cache.layers):
+            raise RuntimeError("this cache is in use by another drafted call; every call needs a cache of its own")
         for index, layer in enumerate(self.cache.layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 self._originals[index] = layer
@@ -224,12 +228,13 @@ class Rollback:
         length = _block_length(call)
         if length != self._length:
             return call.run()  # leaves no record: the cache layer refuses the update
-        if length <= SHORT_BLOCK and _device(call).type == "cpu":
+        if length > SHORT_BLOCK or (call.has_kernel and call.step_rule is None):
+            result, self._record = call.run(), Record(call, length)
+        elif call.step_rule is not None:
+            result, self._record = _by_step_rule(call, length), Record(call, length)
+        else:
             result, window = _short_block(call)
             self._record = Record(call, length, window)
-        else:
-            result = call.run()
-            self._record = Record(call, length)
         return result
 
     def _start_past_recording(self) -> None:
@@ -313,13 +318,24 @@ def _short_block(call: RecurrenceCall) -> tuple[tuple[torch.Tensor, torch.Tensor
     return (output, window_state(window, base, length)), window
 
 
+def _by_step_rule(call: RecurrenceCall, keep: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and final state of the first `keep` tokens by the step kernel."""
+    a = call.arguments
+    query, key, value, g, beta = (a[name] for name in ("query", "key", "value", "g", "beta"))
+    if isinstance(keep, int):
+        query, key, value, g, beta = (x[:, :keep] for x in (query, key, value, g, beta))
+    else:  # a token that neither decays nor writes changes nothing
+        dropped = torch.arange(value.shape[1], device=keep.device) >= keep[:, None]  # [B, T]
+        g = g.masked_fill(dropped.view(*dropped.shape, *[1] * (g.dim() - 2)), 0.0)
+        beta = beta.masked_fill(dropped[..., None], 0.0)
+    l2norm = a.get("use_qk_l2norm_in_kernel", False)
+    options = {"initial_state": a["initial_state"], "output_final_state": True, "use_qk_l2norm_in_kernel": l2norm}
+    # query, key and value by position: kernels name them q, k, v
+    return call.step_rule(query, key, value, g=g, beta=beta, **options)  # type: ignore[misc]
+
+
 def _block_length(call: RecurrenceCall) -> int:
     return int(call.arguments["hidden_states" if call.recurrence is MAMBA2 else "value"].shape[1])
-
-
-def _device(call: RecurrenceCall) -> torch.device:
-    device: torch.device = call.arguments["hidden_states" if call.recurrence is MAMBA2 else "value"].device
-    return device
 
 
 def _like(state: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:

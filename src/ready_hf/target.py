@@ -28,6 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.utils.import_utils import is_flash_linear_attention_available, is_mamba_2_ssm_available
 
 
 # transformers 5.24 renamed `past_key_values` to `cache` in model inputs and outputs; earlier versions know only the
@@ -44,12 +45,14 @@ class Recurrence:
         block_function (`str`): Function for several tokens, in the model's modeling module.
         step_function (`str`): Function for one token.
         head_attributes (`tuple` of `str`): Mixer attributes that give `(H, K, V)`.
+        step_takes_blocks (`bool`): Whether the GPU kernel behind the step function takes several tokens too.
     """
 
     name: str
     block_function: str
     step_function: str
     head_attributes: tuple[str, str, str]
+    step_takes_blocks: bool
 
 
 GATED_DELTA_RULE = Recurrence(
@@ -57,18 +60,21 @@ GATED_DELTA_RULE = Recurrence(
     "torch_chunk_gated_delta_rule",
     "torch_recurrent_gated_delta_rule",
     ("num_v_heads", "head_k_dim", "head_v_dim"),
+    step_takes_blocks=True,
 )
 KDA = Recurrence(
     "kda",
     "chunk_kimi_delta_attention",
     "recurrent_kimi_delta_attention",
     ("num_heads", "head_dim", "head_dim"),
+    step_takes_blocks=True,
 )
 MAMBA2 = Recurrence(
     "mamba2",
     "mamba2_chunk_scan",
     "mamba2_selective_state_update",
     ("num_heads", "ssm_state_size", "head_dim"),
+    step_takes_blocks=False,  # it updates the state in place, one token at a time
 )
 RECURRENCES = (GATED_DELTA_RULE, KDA, MAMBA2)
 
@@ -156,11 +162,16 @@ class RecurrenceCall:
         recurrence (`Recurrence`): Whose block function was called.
         arguments (`dict`): The call's arguments by the names of the torch rule.
         run (`Callable`): Runs the call as the model meant it.
+        has_kernel (`bool`): Whether a GPU kernel runs the call, rather than transformers' torch rule.
+        step_rule (`Callable`, *optional*): The recurrence's step function, if a kernel is behind it that takes several
+            tokens too: one launch, and the arithmetic of plain decoding. Same arguments.
     """
 
     recurrence: Recurrence
     arguments: dict[str, Any]
     run: Callable[[], Any]
+    has_kernel: bool = False
+    step_rule: Callable[..., Any] | None = None
 
 
 Observer = Callable[[RecurrenceCall], Any]
@@ -274,12 +285,12 @@ def _patch(module: ModuleType, name: str, recurrence: Recurrence | None = None) 
     original = getattr(module, name, None)
     if original is None or original is _patched_functions.get((module, name), (None, None))[0]:
         return
-    wrapper = _wrap(original, recurrence)
+    wrapper = _wrap(original, module, recurrence)
     setattr(module, name, wrapper)
     _patched_functions[module, name] = (wrapper, original)
 
 
-def _wrap(original: Any, recurrence: Recurrence | None) -> Callable[..., Any]:
+def _wrap(original: Any, module: ModuleType, recurrence: Recurrence | None) -> Callable[..., Any]:
     # with the `kernels` package installed the "function" is a module whose `forward` holds it
     torch_rule = inspect.unwrap(original if inspect.isfunction(original) else original.forward)
     names = list(inspect.signature(torch_rule).parameters)
@@ -294,9 +305,18 @@ def _wrap(original: Any, recurrence: Recurrence | None) -> Callable[..., Any]:
         if recurrence is None or packed or _thread.observer is None:
             return run()
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        return _thread.observer(RecurrenceCall(recurrence, arguments, run))
+        has_kernel = _has_kernel(recurrence, first.device)
+        step_rule = getattr(module, recurrence.step_function) if has_kernel and recurrence.step_takes_blocks else None
+        return _thread.observer(RecurrenceCall(recurrence, arguments, run, has_kernel, step_rule))
 
     return wrapper
+
+
+def _has_kernel(recurrence: Recurrence, device: torch.device) -> bool:
+    """Whether transformers runs this recurrence by a kernel package on this device."""
+    if device.type == "cpu":
+        return False
+    return bool(is_mamba_2_ssm_available() if recurrence is MAMBA2 else is_flash_linear_attention_available())
 
 
 def _modeling_modules(model: nn.Module) -> list[ModuleType]:
