@@ -3,8 +3,8 @@
     python examples/benchmark_rollback.py --family qwen3_5 --block 8
 
 Every repetition runs, in this order and on copies of the same cache: one plain step, the stock verify forward, the
-recorded verify forward, the commit of half the block. Medians over the repetitions; ratios are against the stock verify
-forward of the same run.
+recorded verify forward, the commit of half the block. Medians over the repetitions; ratios are against the stock
+verify forward of the same run.
 """
 
 import argparse

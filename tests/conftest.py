@@ -1,6 +1,7 @@
 """Settings that must be in place before torch, triton and transformers are imported, and the rule for GPU tests."""
 
 import os
+from collections.abc import Iterator
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,7 +17,10 @@ if not torch.cuda.is_available():
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
-pytest.register_assert_rewrite("support")
+import ready_hf
+
+
+pytest.register_assert_rewrite("support", "checks", "toys", "prefix_tree")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,3 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _hook_in_place() -> Iterator[None]:
+    """Every test starts with the hook as `import ready_hf` leaves it, whatever the last one did."""
+    ready_hf.hook()
+    ready_hf.disable_assisted_generation()
+    yield
+    ready_hf.hook()
+    ready_hf.disable_assisted_generation()

@@ -3,14 +3,27 @@
 Tiny random models of every supported family, the trained fixture, scripted drafters.
 """
 
+import copy
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
+import tokenizers
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+)
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.generation.streamers import BaseStreamer
 
 import ready_hf
 from ready_hf import DraftContext, ReadyCandidateGenerator
@@ -257,3 +270,137 @@ def partly_right(reference: torch.Tensor, share: float, block_size: int = 8, see
     generator = torch.Generator().manual_seed(seed)
     table = torch.rand(1000, 64, generator=generator) < share
     return ScriptedDrafter(reference, block_size, lambda round_, position: bool(table[round_ % 1000, position]))
+
+
+@functools.cache
+def plain_ids(family: str, new_tokens: int = 96, prompt_length: int = 12) -> torch.Tensor:
+    """REF: prompt and greedy continuation of a tiny target. Shared by tests: never written to."""
+    prompt = random_prompt(prompt_length)
+    return tiny_target(family).generate(prompt, max_new_tokens=new_tokens, do_sample=False)
+
+
+class StateCheck:
+    """For `ScriptedDrafter.check`: compares the committed cache with a fresh forward, in every `every`-th round.
+
+    The forward runs on a twin of the target, so that feature hooks of the call under test do not see it.
+    """
+
+    def __init__(self, model: PreTrainedModel, every: int = 1):
+        self.twin = copy.deepcopy(model)
+        self.every, self.rounds, self.worst = every, 0, 0.0
+
+    def __call__(self, context: DraftContext) -> None:
+        if self.rounds % self.every == 0:
+            kwargs = {}
+            if context.attention_mask is not None:
+                mask = context.attention_mask[:, :-1]
+                kwargs = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
+            fresh = fresh_states(self.twin, context.input_ids[:, :-1], **kwargs)
+            self.worst = max(self.worst, worst_error(states(context.cache), fresh))
+        self.rounds += 1
+
+
+class RecordingStreamer(BaseStreamer):
+    """Keeps what it was given: `("put", ids)` and `("end",)`, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.events.append(("put", value.tolist()))
+
+    def end(self) -> None:
+        self.events.append(("end",))
+
+
+class RecordingCriterion(StoppingCriteria):
+    """Keeps the lengths (and numbers of scores) it was called with; stops where `stops` says so."""
+
+    def __init__(self, stops: Callable[[torch.Tensor], torch.Tensor | bool] = lambda input_ids: False):
+        self.stops = stops
+        self.calls: list[tuple[int, int | None]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls.append((input_ids.shape[1], None if scores is None else len(scores)))
+        return torch.as_tensor(self.stops(input_ids)).expand(input_ids.shape[0])
+
+
+@contextmanager
+def counting_forwards(model: torch.nn.Module) -> Iterator[list[int]]:
+    """Collects the number of tokens of every forward of `model` that runs inside."""
+    lengths: list[int] = []
+
+    def count(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        lengths.append(-1 if ids is None else int(ids.shape[1]))
+
+    handle = model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        yield lengths
+    finally:
+        handle.remove()
+
+
+@functools.cache
+def char_tokenizer() -> PreTrainedTokenizerFast:
+    """One printable character per token of the tiny targets' vocabulary."""
+    characters = [chr(code) for code in range(32, 127)] + ["\n", "<pad>"]
+    assert len(characters) == VOCAB_SIZE
+    vocabulary = {character: index for index, character in enumerate(characters)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", clean_up_tokenization_spaces=False)
+
+
+def feed(model: PreTrainedModel, cache: Any, ids: torch.Tensor, start: int, stop: int, **kwargs: Any) -> Any:
+    """A forward over tokens `start` .. `stop - 1` of `ids`, at these positions; `cache` has seen the earlier ones."""
+    positions = torch.arange(start, stop).expand(ids.shape[0], -1)
+    inputs = {"position_ids": positions, "use_cache": True, **cache_argument(cache), **kwargs}
+    with torch.no_grad():
+        return model(ids[:, start:stop], **inputs)
+
+
+class FeatureCheck:
+    """For `ScriptedDrafter.check`: collects the feature rows that the drafter is shown, in order."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, list[torch.Tensor]] = {}
+
+    def __call__(self, context: DraftContext) -> None:
+        for index, features in context.features.items():
+            self.rows.setdefault(index, []).append(features.clone())
+
+    def worst(self, model: PreTrainedModel, ids: torch.Tensor, start: int = 0, **kwargs: Any) -> float:
+        """Largest difference to one forward over `ids`, of which the drafter was shown a part, from `start` on."""
+        with ready_hf.FeatureCapture(model, list(self.rows)) as capture, torch.no_grad():
+            model(ids, **kwargs)
+            want = capture.take()
+        got = {index: torch.cat(rows, dim=1) for index, rows in self.rows.items()}
+        shown = {index: want[index][:, start : start + rows.shape[1]] for index, rows in got.items()}
+        assert all(got[index].shape == shown[index].shape for index in got)
+        return max(float((got[index] - shown[index]).abs().max()) for index in got)
+
+
+def contract(what: str) -> Callable[[Callable], Callable]:
+    """Marks a test as a contract; its failures name the version of transformers and what no longer holds."""
+
+    def decorate(test: Callable) -> Callable:
+        @functools.wraps(test)
+        def checked(*args: Any, **kwargs: Any) -> None:
+            try:
+                test(*args, **kwargs)
+            except Exception as error:
+                message = f"transformers {transformers.__version__} breaks a contract: {what}"
+                raise AssertionError(f"{message} ({type(error).__name__}: {error})") from error
+
+        return pytest.mark.contract(checked)
+
+    return decorate
+
+
+def torch_rule(function: Any) -> Callable[..., Any]:
+    """transformers' torch implementation behind a function of a modeling module, whatever kernels are installed."""
+    if isinstance(function, torch.nn.Module):  # the `kernels` package makes a module of it, which calls the function
+        function = inspect.getclosurevars(type(function).forward).nonlocals["func"]
+    return inspect.unwrap(function)

@@ -11,6 +11,7 @@ Batches advance together, by the fewest accepted drafts of any unfinished row. E
 prefix of a block; a block ends where a row finishes, so that the cache is that of plain `generate`, padding included.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,6 +26,18 @@ from ready_hf.outputs import Transcript
 from ready_hf.rollback import Rollback, check_cache
 from ready_hf.statistics import CallStats
 from ready_hf.target import CACHE_NAME, check_target, ensure_patched
+
+
+# Options that are a way of decoding of their own, or change what is decoded.
+EXCLUSIVE_OPTIONS = (
+    "assistant_ensemble_weight",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "speculation_type",
+    "dola_layers",
+    "force_words_ids",
+    "constraints",
+)
 
 
 @torch.no_grad()
@@ -59,7 +72,7 @@ def speculative_decoding(
         UnsupportedTargetError, ValueError: before any compute, if the target, its cache or an option cannot be decoded
         exactly.
     """
-    check_options(generation_config, num_assistant_tokens)
+    check_options({**vars(generation_config), "num_assistant_tokens": num_assistant_tokens}.get)
     check_target(model)
     check_cache(model_kwargs.get(CACHE_NAME))
     ensure_patched(model)
@@ -77,9 +90,9 @@ def speculative_decoding(
         sequences.transcript.add_prefill(outputs)
         logits = _last_logits(outputs, 1, input_ids)
         for column in verified_columns(
-            input_ids, 0, logits, None, sequences.unfinished, logits_processor, bool(generation_config.do_sample)
+            input_ids, 0, logits, None, sequences.emitting, logits_processor, bool(generation_config.do_sample)
         ):
-            call.stats.new_tokens += sequences.num_unfinished
+            call.stats.new_tokens += sequences.num_emitting
             sequences.append(column)
         model_kwargs = _extended(model, outputs, model_kwargs, 1)
 
@@ -96,7 +109,7 @@ def speculative_decoding(
             del outputs
 
             # 2. verify
-            rows = sequences.num_unfinished
+            rows = sequences.num_emitting
             call.stats.count_round(length - 1, rows)
             with call.timing("verify"):
                 outputs = _verify(model, candidates, length, rollback, model_kwargs, generator)
@@ -109,7 +122,7 @@ def speculative_decoding(
                 length - 1,
                 logits,
                 draft_logits,
-                sequences.unfinished,
+                sequences.emitting,
                 logits_processor,
                 bool(generation_config.do_sample),
             ):
@@ -136,29 +149,28 @@ def speculative_decoding(
     return sequences.transcript.output(sequences.ids, cache, call.stats)
 
 
-def check_options(config: GenerationConfig, num_assistant_tokens: int | None) -> None:
-    """Refuses options that drafted decoding cannot honour exactly, one clear sentence each."""
-    refused = {
-        "num_beams": (config.num_beams or 1) > 1,
-        "num_return_sequences": (config.num_return_sequences or 1) > 1,
-        "assistant_ensemble_weight": getattr(config, "assistant_ensemble_weight", None) is not None,
-        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
-        "use_mtp": bool(getattr(config, "use_mtp", False)),
-        "assistant_early_exit": config.assistant_early_exit is not None,
-        "speculation_type": getattr(config, "speculation_type", None) is not None,
-        "penalty_alpha": bool(config.penalty_alpha),
-        "dola_layers": config.dola_layers is not None,
-        "force_words_ids": config.force_words_ids is not None,
-        "constraints": config.constraints is not None,
-    }
+def check_options(option: Callable[[str], Any]) -> None:
+    """Refuses options that drafted decoding cannot honour exactly, one clear sentence each.
+
+    Args:
+        option (`Callable[[str], Any]`): The value of a generation option by name; `None` if unset or unknown.
+
+    Raises:
+        ValueError: naming the option, its value and what to do.
+    """
+    refused = {name: option(name) is not None for name in EXCLUSIVE_OPTIONS}
+    refused |= {name: bool(option(name)) for name in ("use_mtp", "penalty_alpha", "token_healing")}
+    refused |= {name: (option(name) or 1) > 1 for name in ("num_beams", "num_return_sequences")}
+    refused["cache_implementation"] = option("cache_implementation") == "paged"
     for name, is_set in refused.items():
         if is_set:
             raise ValueError(
-                f"`{name}={getattr(config, name)!r}` cannot be combined with a ready_hf drafter, which decodes "
-                f"greedily or by sampling, one sequence per prompt. Drop `{name}` or the drafter."
+                f"`{name}={option(name)!r}` cannot be combined with a ready_hf drafter, which decodes greedily or by "
+                f"sampling, one sequence per prompt. Drop `{name}` or the drafter."
             )
-    if num_assistant_tokens is not None and num_assistant_tokens < 0:
-        raise ValueError(f"`num_assistant_tokens` must be >= 0, got {num_assistant_tokens}")
+    limit = option("num_assistant_tokens")
+    if limit is not None and limit < 0:
+        raise ValueError(f"`num_assistant_tokens` must be >= 0, got {limit}")
 
 
 class _Sequences:
@@ -180,6 +192,16 @@ class _Sequences:
         # as in plain `generate`: without an eos criterion, rows that other criteria finished go on
         has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self._pad = config._pad_token_tensor if has_eos else None
+
+    @property
+    def emitting(self) -> torch.Tensor:
+        """Rows `[B]` whose tokens are the target's own: the unfinished ones; all, if finished rows are not padded."""
+        return torch.ones_like(self.unfinished) if self._pad is None else self.unfinished
+
+    @property
+    def num_emitting(self) -> int:
+        """Number of rows that emit tokens of the target's own."""
+        return len(self.unfinished) if self._pad is None else self.num_unfinished
 
     def append(self, column: Column) -> bool:
         """Adds one token per row; returns whether a row finished, which ends the block."""

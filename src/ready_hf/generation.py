@@ -17,8 +17,8 @@ from transformers.generation import GenerationMixin, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from ready_hf.candidates import Drafter, PromptLookupDrafter, is_drafter
-from ready_hf.decoding import speculative_decoding
-from ready_hf.target import ensure_patched, recurrent_layers, unpatch
+from ready_hf.decoding import check_options, speculative_decoding
+from ready_hf.target import check_target, ensure_patched, recurrent_layers, unpatch
 
 
 # What `generate` fills in when the caller sets nothing; then the drafter's own block size decides.
@@ -49,10 +49,10 @@ class Speculation:
         **model_kwargs: Any,
     ) -> Any:
         # `generate` hands over an argument of a callable's own only if the caller has set it
-        limits = [self.num_assistant_tokens, num_assistant_tokens]
-        if generation_config.num_assistant_tokens != DEFAULT_NUM_ASSISTANT_TOKENS:
-            limits.append(generation_config.num_assistant_tokens)
-        set_limits = [limit for limit in limits if limit is not None]
+        if num_assistant_tokens is None:
+            num_assistant_tokens = self.num_assistant_tokens
+        if num_assistant_tokens is None and generation_config.num_assistant_tokens != DEFAULT_NUM_ASSISTANT_TOKENS:
+            num_assistant_tokens = generation_config.num_assistant_tokens
         return speculative_decoding(
             model,
             input_ids,
@@ -61,7 +61,7 @@ class Speculation:
             generation_config,
             drafter=self.drafter,
             streamer=self.streamer,
-            num_assistant_tokens=min(set_limits) if set_limits else None,
+            num_assistant_tokens=num_assistant_tokens,
             **model_kwargs,
         )
 
@@ -138,14 +138,19 @@ def _hooked(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         if getattr(self, "_is_stateful", False):
             ensure_patched(self)
-        bound = signature.bind(self, *args, **kwargs).arguments
-        call = {name: value for name, value in bound.items() if name not in ("self", "kwargs")} | bound.get(
-            "kwargs", {}
-        )
-        drafter = _requested_drafter(self, call)
-        if drafter is None:
-            return original(self, *args, **kwargs)
-        return _drafted_generate(original, self, drafter, call)
+        call = signature.bind(self, *args, **kwargs).arguments
+        call |= call.pop("kwargs", {})
+        del call["self"]
+        try:
+            drafter = _requested_drafter(self, call)
+            if drafter is not None:
+                return _drafted_generate(original, self, drafter, call)
+        except BaseException:
+            if call.get("streamer") is not None:
+                with suppress(Exception):
+                    call["streamer"].end()  # whoever iterates over it would wait for ever
+            raise
+        return original(self, *args, **kwargs)
 
     generate._ready_hf_hook = True  # type: ignore[attr-defined]
     return generate
@@ -182,18 +187,13 @@ def _drafted_generate(original: Callable[..., Any], model: Any, drafter: Drafter
             "`synced_gpus=True` cannot be combined with a ready_hf drafter: processes would run different "
             "numbers of rounds"
         )
-    streamer = call.get("streamer")
+    # the loop checks these too, but `generate` may run an encoder or another way of decoding before it gets there
+    check_target(model)
+    check_options(functools.partial(_effective, model, call))
     num_assistant_tokens = _effective(model, call, "num_assistant_tokens")
     call.pop("num_assistant_tokens", None)
     _build_stop_strings(model, call)
-    method = Speculation(drafter, streamer, num_assistant_tokens)
-    try:
-        return original(model, custom_generate=method, **call)
-    except BaseException:
-        if streamer is not None:
-            with suppress(Exception):
-                streamer.end()  # whoever iterates over it would wait for ever
-        raise
+    return original(model, custom_generate=Speculation(drafter, call.get("streamer"), num_assistant_tokens), **call)
 
 
 def _effective(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:
@@ -223,6 +223,9 @@ def _build_stop_strings(model: PreTrainedModel, call: dict[str, Any]) -> None:
     if stop_strings is None or tokenizer is None:
         return  # without a tokenizer `generate` says so itself
     criteria = StoppingCriteriaList(call.get("stopping_criteria") or [])
-    criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    if not any(
+        isinstance(criterion, StopStringCriteria) for criterion in criteria
+    ):  # the caller's own takes precedence
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
     call["stopping_criteria"] = criteria
     _clear(model, call, "stop_strings")

@@ -23,10 +23,10 @@ class DecodingStats:
     Args:
         calls (`int`): `generate` calls.
         rounds (`int`): Verify forwards of the target (the prefill is not one).
-        new_tokens (`int`): Emitted tokens of unfinished rows, the one after the prefill included.
-        round_tokens (`int`): Emitted tokens of unfinished rows, those after a prefill left out.
-        row_rounds (`int`): Verify forwards summed over the unfinished rows of the batch.
-        drafted_by_position (`list[int]`): How often draft 1, 2, ... was verified, summed over unfinished rows.
+        new_tokens (`int`): Emitted tokens, padding of finished rows left out, the one after the prefill included.
+        round_tokens (`int`): The same without the tokens after a prefill.
+        row_rounds (`int`): Verify forwards summed over the rows of the batch that were not padding.
+        drafted_by_position (`list[int]`): How often draft 1, 2, ... was verified, summed over these rows.
         accepted_by_position (`list[int]`): How often draft 1, 2, ... was accepted and emitted.
         prefill_seconds, draft_seconds, verify_seconds, commit_seconds (`float`): Wall time by phase. Inside
             `record_stats` the device is waited for at every border of a phase; otherwise times of an asynchronous
@@ -56,7 +56,7 @@ class DecodingStats:
         return [a / d if d else 0.0 for a, d in zip(self.accepted_by_position, self.drafted_by_position, strict=True)]
 
     def count_round(self, num_drafts: int, rows: int) -> None:
-        """Counts a verify forward over `num_drafts` drafts in `rows` unfinished rows."""
+        """Counts a verify forward over `num_drafts` drafts in `rows` rows."""
         self.rounds += 1
         self.row_rounds += rows
         for counts in (self.drafted_by_position, self.accepted_by_position):
@@ -85,13 +85,18 @@ _recorder: ContextVar[DecodingStats | None] = ContextVar("ready_hf_stats", defau
 
 @contextmanager
 def record_stats() -> Iterator[DecodingStats]:
-    """Collects the statistics of every drafted `generate` call inside the block, also of calls that fail."""
-    stats = DecodingStats()
+    """Collects the statistics of every drafted `generate` call inside the block, also of calls that fail.
+
+    Blocks nest: the outer one counts the calls of the inner one too.
+    """
+    stats, outer = DecodingStats(), _recorder.get()
     token = _recorder.set(stats)
     try:
         yield stats
     finally:
         _recorder.reset(token)
+        if outer is not None:
+            outer.add(stats)
 
 
 class CallStats:

@@ -138,8 +138,8 @@ def window_state(window: Window, initial_state: torch.Tensor | None, length: int
     """
     keys, updates, log_decay = window
     if isinstance(length, int):
+        total = log_decay[:, :, length - 1 : length] if length else torch.zeros_like(log_decay[:, :, :1])
         keys, updates, log_decay = keys[:, :, :length], updates[:, :, :length], log_decay[:, :, :length]
-        total = log_decay[:, :, -1:]  # [B, H, 1, 1|K]
         weights = (total - log_decay).exp()
     else:
         last = (length - 1).clamp_min(0).view(-1, 1, 1, 1).expand(-1, log_decay.shape[1], 1, log_decay.shape[3])

@@ -1,0 +1,121 @@
+"""Cases of the category state-rollback: C01, C04, C06, C10, C37, C38, C93."""
+
+import itertools
+
+import pytest
+import torch
+
+from support import (
+    FAMILIES,
+    ScriptedDrafter,
+    StateCheck,
+    cache_argument,
+    cache_of,
+    k_right,
+    oracle,
+    plain_ids,
+    random_prompt,
+    tiny_target,
+)
+
+
+def generate(model, ids, **kwargs):
+    return model.generate(ids, **{"do_sample": False} | kwargs)
+
+
+def checked(model, drafter: ScriptedDrafter, every: int = 5) -> StateCheck:
+    drafter.check = StateCheck(model, every)
+    return drafter.check
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("family", FAMILIES)
+def test_c01_three_right_drafts_every_round(family):
+    model, reference = tiny_target(family), plain_ids(family)
+    drafter = k_right(reference, 3)
+    check = checked(model, drafter, every=1 if family == "qwen3_5" else 4)
+    got = generate(model, reference[:, :12], assistant_model=drafter, max_new_tokens=64)
+    assert got.tolist() == reference[:, : 12 + 64].tolist()
+    assert check.rounds == 16
+    assert check.worst <= 1e-5
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("family", FAMILIES)
+def test_c04_stock_forward_with_a_cache_agrees_with_one_forward(family):
+    model, ids = tiny_target(family), random_prompt(15)
+    with torch.no_grad():
+        whole = model(ids).logits
+        first = model(ids[:, :10], use_cache=True)
+        second = model(
+            ids[:, 10:], position_ids=torch.arange(10, 15)[None], use_cache=True, **cache_argument(cache_of(first))
+        )
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], dim=1), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_c06_prompts_shorter_than_the_convolution(family, length):
+    model = tiny_target(family)
+    reference = generate(model, random_prompt(length), max_new_tokens=20)
+    drafter = k_right(reference, 2)
+    check = checked(model, drafter, every=3)
+    got = generate(model, reference[:, :length], assistant_model=drafter, max_new_tokens=20)
+    assert got.tolist() == reference.tolist()
+    assert check.worst <= 1e-5  # of equal shape too: the convolution window has its full width
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_c10_left_padding_changes_nothing(family):
+    model, reference = tiny_target(family), plain_ids(family, 24, 9)
+    pad = torch.full((1, 3), 2)
+    padded = torch.cat([pad, reference], dim=1)
+    mask = (torch.arange(12) >= 3).long()[None]
+    got = generate(model, padded[:, :12], attention_mask=mask, assistant_model=k_right(padded, 2), max_new_tokens=24)
+    assert got.tolist() == padded.tolist()
+
+
+class Scheduled(ScriptedDrafter):
+    """Every round drafts as many tokens as its entry of `widths` says, `right` of them right."""
+
+    def __init__(self, reference, widths, right):
+        super().__init__(reference, block_size=8, is_right=lambda round_, position: position < right)
+        self.widths = itertools.cycle(widths)
+
+    def draft(self, context):
+        drafts, logits = super().draft(context)
+        return drafts[:, : next(self.widths)], logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_c37_rounds_without_candidates(family):
+    model, reference = tiny_target(family), plain_ids(family)
+    drafter = Scheduled(reference, (0, 8), right=5)
+    check = checked(model, drafter)
+    got = generate(model, reference[:, :12], assistant_model=drafter, max_new_tokens=40)
+    assert got.tolist() == reference[:, :52].tolist()
+    assert check.worst <= 1e-5
+
+
+@pytest.mark.parametrize("right", [2, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_c38_blocks_cut_by_the_budget_or_by_confidence(family, right):
+    model, reference = tiny_target(family), plain_ids(family)
+    got = generate(model, reference[:, :12], assistant_model=oracle(reference), max_new_tokens=4)
+    assert got.tolist() == reference[:, :16].tolist()
+
+    drafter = Scheduled(reference, range(1, 8), right)
+    check = checked(model, drafter)
+    got = generate(model, reference[:, :12], assistant_model=drafter, max_new_tokens=30)
+    assert got.tolist() == reference[:, :42].tolist()
+    assert check.worst <= 1e-5
+
+
+def test_c93_full_acceptance_and_rejection_in_turn():
+    model, reference = tiny_target("nemotron_h"), plain_ids("nemotron_h", 200)
+    ks = [k for right in range(1, 8) for k in (8, right)]
+    drafter = ScriptedDrafter(reference, 8, lambda round_, position: position < ks[round_ % len(ks)])
+    check = checked(model, drafter)
+    got = generate(model, reference[:, :12], assistant_model=drafter, max_new_tokens=200)
+    assert got.tolist() == reference.tolist()
+    assert check.worst <= 1e-5
