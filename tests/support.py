@@ -404,3 +404,8 @@ def torch_rule(function: Any) -> Callable[..., Any]:
     if isinstance(function, torch.nn.Module):  # the `kernels` package makes a module of it, which calls the function
         function = inspect.getclosurevars(type(function).forward).nonlocals["func"]
     return inspect.unwrap(function)
+
+
+def num_hooks(model: torch.nn.Module) -> int:
+    """Forward hooks on all modules. transformers leaves some of its own there once outputs have been captured."""
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())

@@ -17,6 +17,7 @@ from support import (
     cache_argument,
     fresh_states,
     k_right,
+    num_hooks,
     partly_right,
     plain_ids,
     random_prompt,
@@ -78,14 +79,14 @@ def test_a_failure_in_round_3_leaves_nothing_behind(family, place, error):
     model, reference = tiny_target(family), plain_ids(family)
     drafter = k_right(reference, 3)
     cache = DynamicCache(config=model.config)
-    classes = [type(layer) for layer in cache.layers]
+    classes, hooks = [type(layer) for layer in cache.layers], num_hooks(model)
     options, disarm = bomb_in(place, model, drafter, ERRORS[error]("bomb"))
 
     with pytest.raises(ERRORS[error], match="bomb"):
         generate(model, reference[:, :PROMPT_LENGTH], assistant_model=drafter, **cache_argument(cache), **options)
     disarm()
 
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert num_hooks(model) == hooks
     assert [type(layer) for layer in cache.layers] == classes
     assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
     assert not any(name in vars(layer) for layer in cache.layers for name in ("_rollback", "_records"))
@@ -101,13 +102,12 @@ def test_a_failure_in_round_3_leaves_nothing_behind(family, place, error):
     assert again.tolist() == reference[:, : again.shape[1]].tolist()
 
 
-@pytest.mark.parametrize("layer", [1, 2, 3])
+@pytest.mark.parametrize("layer", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_failure_while_states_are_rebuilt_undoes_the_block(family, layer, monkeypatch):
     """Out of memory, or an interrupt, in the middle of a commit: some layers are done, others not."""
     model, reference = tiny_target(family), plain_ids(family)
     state_after, num_layers = Record.state_after, len(recurrent_layers(model))
-    layer = min(layer, num_layers)
     bomb = Bomb(RuntimeError("bomb"), at=2 * num_layers + layer)
 
     def failing(record, keep):
@@ -145,6 +145,7 @@ def test_a_failure_in_a_round_without_drafts(family, place):
 @pytest.mark.parametrize("repetition", range(3))
 def test_two_drafted_calls_in_two_threads_on_one_target(repetition):
     model, results, start = tiny_target("qwen3_5"), {}, threading.Barrier(2)
+    hooks = num_hooks(model)
     prompts = {0: random_prompt(9, seed=31), 1: random_prompt(14, seed=32)}
     references = {name: generate(model, ids, max_new_tokens=40) for name, ids in prompts.items()}
     drafters = {0: k_right(references[0], 2), 1: partly_right(references[1], 0.7, block_size=5)}
@@ -168,7 +169,7 @@ def test_two_drafted_calls_in_two_threads_on_one_target(repetition):
         assert isinstance(results[name], torch.Tensor), results[name]
         assert results[name].tolist() == reference.tolist()
         assert drafters[name].check.worst(model, reference) <= 1e-4
-    assert not any(layer._forward_hooks for layer in decoder_layers(model))
+    assert num_hooks(model) == hooks
 
 
 def test_a_drafted_and_a_plain_call_in_two_threads():

@@ -26,7 +26,6 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicLayer,
-    EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
 )
 
@@ -69,8 +68,8 @@ class Record:
             return _by_step_rule(self.call, keep)[1]
         window = self.window if self.window is not None else _window(self.call)
         if self.call.recurrence is MAMBA2:
-            base = None if self.base is None else self.base.mT
-            return window_state(window, base, keep).mT.contiguous()
+            # one decay per head: keys and updates may swap places, which gives the transposed state
+            window = Window(window.updates, window.keys, window.log_decay)
         return window_state(window, self.base, keep)
 
 
@@ -100,9 +99,9 @@ class RollbackLayer(LinearAttentionCacheLayerMixin):
         for state_idx, record in self._records.items():
             if isinstance(keep, int) and keep == length:
                 continue
-            dtype_of = self.recurrent_states[state_idx]
+            dtype = self.recurrent_states[state_idx].dtype
             self.recurrent_states[state_idx] = None  # freed before its successor is allocated
-            self.recurrent_states[state_idx] = _like(record.state_after(keep), dtype_of)
+            self.recurrent_states[state_idx] = record.state_after(keep).to(dtype)
         self._records.clear()
         for state_idx, window in self.conv_states.items():
             if window is not None:
@@ -116,7 +115,7 @@ class RollbackLayer(LinearAttentionCacheLayerMixin):
         self._records.clear()
         for state_idx, window in self.conv_states.items():
             kernel_size = self.conv_kernel_size[state_idx]
-            if window is not None and window.shape[-1] == kernel_size + length:
+            if window is not None and window.shape[-1] > kernel_size:
                 self.conv_states[state_idx] = _conv_window(window, 0, kernel_size)
 
     def has_missed_update(self) -> bool:
@@ -159,6 +158,8 @@ class Rollback:
         """
         if self._length:
             raise RuntimeError("the last recorded block was neither committed nor aborted")
+        if length < 2:
+            raise ValueError(f"a recorded block has at least 2 tokens, got {length}: one token is always kept")
         self._length, self.is_recording = length, True
         try:
             self._start_past_recording()
@@ -172,6 +173,7 @@ class Rollback:
             self.is_recording = False
             self._record = None
 
+    @torch.no_grad()
     def commit(self, keep: int | torch.Tensor) -> torch.Tensor | None:
         """Makes the cache that of the first `keep` tokens of the recorded block.
 
@@ -184,7 +186,11 @@ class Rollback:
             were moved to the right, so that all rows end at the same index. The caller masks as many positions at the
             left of that row.
         """
-        longest = keep if isinstance(keep, int) else int(keep.max())
+        if not self._length:
+            raise RuntimeError("no recorded block to commit")
+        shortest, longest = (keep, keep) if isinstance(keep, int) else torch.stack(keep.aminmax()).tolist()
+        if not 1 <= shortest <= longest <= self._length:
+            raise ValueError(f"`keep` must be 1..{self._length} tokens of the recorded block, got {keep}")
         shift = None if isinstance(keep, int) else longest - keep
         try:
             for layer in self.cache.layers:
@@ -243,7 +249,9 @@ class Rollback:
                 layer.record_past = True
                 self._past_recorders.append(layer)
             if _holds_keys(layer):
-                self._lengths_before[index] = layer.get_seq_length()
+                self._lengths_before[index] = int(
+                    layer.get_seq_length()
+                )  # a static layer hands out its counter itself
 
     def _check_records(self) -> None:
         for layer in self.cache.layers:
@@ -280,7 +288,8 @@ def check_cache(cache: Cache | None) -> Cache:
     supported = "Supported are dynamic caches (the default) and, where transformers can cut them back, static caches."
     if cache is None:
         raise UnsupportedTargetError(f"drafting needs a cache, got `use_cache=False`. {supported}")
-    if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
+    # a class with a `crop` of its own (encoder-decoder, MiniMax) holds more than its layers
+    if not isinstance(cache, Cache) or type(cache).crop is not Cache.crop:
         raise UnsupportedTargetError(f"{type(cache).__name__} cannot be rolled back. {supported}")
     if getattr(cache, "offloading", False):
         raise UnsupportedTargetError(f"an offloaded {type(cache).__name__} cannot be rolled back. {supported}")
@@ -328,6 +337,7 @@ def _by_step_rule(call: RecurrenceCall, keep: int | torch.Tensor) -> tuple[torch
         dropped = torch.arange(value.shape[1], device=keep.device) >= keep[:, None]  # [B, T]
         g = g.masked_fill(dropped.view(*dropped.shape, *[1] * (g.dim() - 2)), 0.0)
         beta = beta.masked_fill(dropped[..., None], 0.0)
+        key, value = (x.masked_fill(dropped[..., None, None], 0.0) for x in (key, value))  # may be NaN
     l2norm = a.get("use_qk_l2norm_in_kernel", False)
     options = {"initial_state": a["initial_state"], "output_final_state": True, "use_qk_l2norm_in_kernel": l2norm}
     # query, key and value by position: kernels name them q, k, v

@@ -143,7 +143,9 @@ def check_target(model: PreTrainedModel) -> list[RecurrentLayer]:
             "a drafter."
         )
     layers = recurrent_layers(model)
-    if getattr(model, "_is_stateful", False) and not layers and not _is_conv_only(model):
+    layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
+    is_stateful = getattr(model, "_is_stateful", False) or "linear_attention" in layer_types
+    if is_stateful and not layers and not _is_conv_only(model):
         raise UnsupportedTargetError(
             f"{name} keeps a recurrent state that ready_hf does not know how to roll back (transformers "
             f"{transformers_version}). Supported recurrences: {_supported()}. Call `generate` without a drafter, or "
@@ -252,9 +254,7 @@ class FeatureCapture:
         ensure_patched(model)
         self._thread_id = threading.get_ident()
         self._chunks: dict[int, list[torch.Tensor]] = {i: [] for i in target_layer_ids}
-        self._handles = [
-            layers[i].register_forward_hook(functools.partial(self._collect, i)) for i in target_layer_ids
-        ]
+        self._handles = [layers[i].register_forward_hook(functools.partial(self._collect, i)) for i in self._chunks]
 
     def _collect(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread_id:
@@ -291,8 +291,7 @@ def _patch(module: ModuleType, name: str, recurrence: Recurrence | None = None) 
 
 
 def _wrap(original: Any, module: ModuleType, recurrence: Recurrence | None) -> Callable[..., Any]:
-    # with the `kernels` package installed the "function" is a module whose `forward` holds it
-    torch_rule = inspect.unwrap(original if inspect.isfunction(original) else original.forward)
+    torch_rule = _torch_rule(original)
     names = list(inspect.signature(torch_rule).parameters)
 
     @functools.wraps(torch_rule)
@@ -317,6 +316,15 @@ def _has_kernel(recurrence: Recurrence, device: torch.device) -> bool:
     if device.type == "cpu":
         return False
     return bool(is_mamba_2_ssm_available() if recurrence is MAMBA2 else is_flash_linear_attention_available())
+
+
+def _torch_rule(original: Any) -> Callable[..., Any]:
+    """transformers' own torch implementation behind a module-level function, whatever kernel stands in front."""
+    if inspect.isfunction(original):
+        return inspect.unwrap(original)
+    # with the `kernels` package installed the "function" is a module whose `forward` calls it
+    function = inspect.getclosurevars(type(original).forward).nonlocals.get("func")
+    return inspect.unwrap(function) if inspect.isfunction(function) else original.forward
 
 
 def _modeling_modules(model: nn.Module) -> list[ModuleType]:

@@ -151,7 +151,7 @@ def window_state(window: Window, initial_state: torch.Tensor | None, length: int
         keys = keys.masked_fill(~kept[:, None, :, None], 0.0)
     state = (keys * weights).mT @ updates
     if initial_state is not None:
-        state = torch.addcmul(state, initial_state.to(state.dtype), total.exp().mT)
+        state.addcmul_(initial_state.to(state.dtype), total.exp().mT)  # in place: no third state
     return state
 
 
