@@ -50,7 +50,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, function: Any, *edits: tuple[str, st
     monkeypatch.setattr(function, "__code__", mutant.__code__)
 
 
-COMMIT = rollback.RollbackLayer.commit
+STATES, WINDOWS = rollback.RollbackLayer.commit_states, rollback.RollbackLayer.commit_windows
 LOOP = decoding.speculative_decoding
 COLUMNS = acceptance.verified_columns
 BREAK = "if sequences.append(column):\n                    break"
@@ -72,22 +72,22 @@ STATE_MUTANTS = [
     Mutant(
         "recurrent state not rolled back",
         checks.check_lossless,
-        [(COMMIT, "if isinstance(keep, int) and keep == length:", "if True:")],
+        [(STATES, "if isinstance(keep, int) and keep == length:", "if True:")],
     ),
     Mutant(
         "conv window not rolled back",
         checks.check_lossless,
-        [(COMMIT, "_conv_window(window, keep, ", "_conv_window(window, length, ")],
+        [(WINDOWS, "_conv_window(window, keep, ", "_conv_window(window, window.shape[-1] - 4, ")],
     ),
     Mutant(
         "state one token too early",
         checks.check_lossless,
-        [(COMMIT, "record.state_after(keep)", "record.state_after(max(keep - 1, 1))")],
+        [(STATES, "record.state_after(keep)", "record.state_after(max(keep - 1, 1))")],
     ),
     Mutant(
         "state one token too late",
         checks.check_lossless,
-        [(COMMIT, "record.state_after(keep)", "record.state_after(keep + 1)")],
+        [(STATES, "record.state_after(keep)", "record.state_after(keep + 1)")],
     ),
     Mutant(
         "keys and values not cut",
@@ -99,7 +99,7 @@ STATE_MUTANTS = [
     Mutant(
         "Mamba-2 state left in the layout of the closed form",
         checks.check_lossless,
-        [(rollback.Record.state_after, "window_state(window, base, keep).mT", "window_state(window, base, keep)")],
+        [(rollback.Record.state_after, "Window(window.updates, window.keys, window.log_decay)", "window")],
         arguments=("bamba",),
     ),
     Mutant(

@@ -79,6 +79,7 @@ class RollbackLayer(LinearAttentionCacheLayerMixin):
     is_croppable = True
     _rollback: "Rollback"
     _records: dict[int, Record]
+    _uncut: dict[int, torch.Tensor]
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
@@ -94,26 +95,28 @@ class RollbackLayer(LinearAttentionCacheLayerMixin):
         self.is_recurrent_states_initialized[state_idx] = True
         return self.recurrent_states[state_idx]
 
-    def commit(self, keep: int | torch.Tensor, length: int) -> None:
-        """Keeps the first `keep` of the `length` tokens of the last block."""
+    def commit_states(self, keep: int | torch.Tensor, length: int) -> None:
+        """Rebuilds the recurrent states after the first `keep` of the `length` tokens of the last block."""
         for state_idx, record in self._records.items():
             if isinstance(keep, int) and keep == length:
                 continue
             dtype = self.recurrent_states[state_idx].dtype
             self.recurrent_states[state_idx] = None  # freed before its successor is allocated
             self.recurrent_states[state_idx] = record.state_after(keep).to(dtype)
-        self._records.clear()
+
+    def commit_windows(self, keep: int | torch.Tensor) -> None:
+        """Cuts the convolution windows to what they were after the first `keep` tokens of the last block."""
         for state_idx, window in self.conv_states.items():
             if window is not None:
+                self._uncut[state_idx] = window
                 self.conv_states[state_idx] = _conv_window(window, keep, self.conv_kernel_size[state_idx])
 
-    def abort(self, length: int) -> None:
+    def abort(self) -> None:
         """Puts back the states from before the last block; layers that the block did not reach are left alone."""
         for state_idx, record in self._records.items():
             self.recurrent_states[state_idx] = record.base
             self.is_recurrent_states_initialized[state_idx] = record.base is not None
-        self._records.clear()
-        for state_idx, window in self.conv_states.items():
+        for state_idx, window in (self.conv_states | self._uncut).items():
             kernel_size = self.conv_kernel_size[state_idx]
             if window is not None and window.shape[-1] > kernel_size:
                 self.conv_states[state_idx] = _conv_window(window, 0, kernel_size)
@@ -192,15 +195,22 @@ class Rollback:
         if not 1 <= shortest <= longest <= self._length:
             raise ValueError(f"`keep` must be 1..{self._length} tokens of the recorded block, got {keep}")
         shift = None if isinstance(keep, int) else longest - keep
+        if shift is not None:
+            _check_alignable(self.cache)
+        exchanged = [layer for layer in self.cache.layers if isinstance(layer, RollbackLayer)]
         try:
+            for layer in exchanged:
+                layer.commit_states(keep, self._length)
+            for layer in exchanged:
+                layer.commit_windows(keep)
             for layer in self.cache.layers:
-                if isinstance(layer, RollbackLayer):
-                    layer.commit(keep, self._length)
                 _cut_keys_and_values(layer, self._length - longest)
                 if shift is not None:
                     _align_right(layer, shift)
-        finally:
-            self._finish()
+        except BaseException:
+            self.abort()
+            raise
+        self._finish()
         return shift
 
     def abort(self) -> None:
@@ -209,7 +219,7 @@ class Rollback:
             return
         for index, layer in enumerate(self.cache.layers):
             if isinstance(layer, RollbackLayer):
-                layer.abort(self._length)
+                layer.abort()
             if index in self._lengths_before:
                 _cut_keys_and_values(layer, layer.get_seq_length() - self._lengths_before[index])
         self._finish()
@@ -218,7 +228,7 @@ class Rollback:
         """Undoes an uncommitted block and turns the cache's layers back into what they were."""
         self.abort()
         for index, original in self._originals.items():
-            for name in ("_rollback", "_records"):
+            for name in ("_rollback", "_records", "_uncut"):
                 vars(original).pop(name, None)
             self.cache.layers[index] = original
         self._originals.clear()
@@ -266,13 +276,14 @@ class Rollback:
         for layer in self.cache.layers:
             if isinstance(layer, RollbackLayer):
                 layer._records.clear()
+                layer._uncut.clear()
         self._length = 0
 
     def _exchanged(self, layer: Any) -> RollbackLayer:
         exchanged = object.__new__(_rollback_class(type(layer)))  # type: ignore[arg-type]
         exchanged.__dict__ = layer.__dict__
         exchanged._rollback = self
-        exchanged._records = {}
+        exchanged._records, exchanged._uncut = {}, {}
         return exchanged
 
 
@@ -371,12 +382,16 @@ def _cut_keys_and_values(layer: Any, tokens: int) -> None:
         _attention_class(type(layer)).crop(layer, -tokens)  # type: ignore[arg-type, attr-defined]
 
 
+def _check_alignable(cache: Cache) -> None:
+    for layer in cache.layers:
+        if _holds_keys(layer) and (not isinstance(layer, DynamicLayer) or layer.is_sliding):
+            raise UnsupportedTargetError(f"{type(layer).__name__} cannot keep a different number of tokens per row")
+
+
 def _align_right(layer: Any, shift: torch.Tensor) -> None:
     """Moves row b of keys and values `shift[b]` to the right; what falls off the end comes in at the left."""
     if not _holds_keys(layer) or not bool(shift.any()):
         return
-    if not isinstance(layer, DynamicLayer) or layer.is_sliding:
-        raise UnsupportedTargetError(f"{type(layer).__name__} cannot keep a different number of tokens per row")
     length = layer.keys.shape[-2]
     index = (torch.arange(length, device=shift.device) - shift[:, None]) % length  # [B, S]
     index = index[:, None, :, None]
