@@ -97,12 +97,6 @@ STATE_MUTANTS = [
     Mutant("state transposed, K = V", checks.check_lossless, [TRANSPOSED], arguments=("kimi_linear",)),
     Mutant("state transposed, K != V", checks.check_lossless, [TRANSPOSED]),
     Mutant(
-        "Mamba-2 state left in the layout of the closed form",
-        checks.check_lossless,
-        [(rollback.Record.state_after, "Window(window.updates, window.keys, window.log_decay)", "window")],
-        arguments=("bamba",),
-    ),
-    Mutant(
         "recording of past conv inputs left on",
         checks.check_returned_cache,
         [(rollback.Rollback._finish, "layer.record_past = False", "layer.record_past = True")],
