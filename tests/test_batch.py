@@ -89,7 +89,7 @@ def test_rows_of_different_length_and_acceptance(family, ks):
     assert drafted.stats.rounds == -(-27 // (min(ks) + 1))
 
 
-@pytest.mark.parametrize("ks", ACCEPTANCES.values(), ids=ACCEPTANCES)
+@pytest.mark.parametrize("ks", list(ACCEPTANCES.values())[:3], ids=list(ACCEPTANCES)[:3])
 @pytest.mark.parametrize("finished_first", range(len(LENGTHS)))
 def test_one_row_finishes_early(ks, finished_first):
     model = tiny_target("qwen3_5")

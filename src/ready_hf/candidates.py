@@ -6,6 +6,8 @@ a transformers `CandidateGenerator`. A *block drafter* (ReaDy and its relatives)
 newest one and nothing of any rejected draft, and the target features of every newly committed position.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -158,6 +160,7 @@ class ReadyCandidateGenerator(CandidateGenerator):
         self._features: list[dict[int, torch.Tensor]] = []
         self._is_first_round = True
         self._capture = FeatureCapture(target, drafter.target_layer_ids) if drafter.target_layer_ids else None
+        self._set_active(False)
 
     def get_candidates(
         self, input_ids: torch.LongTensor, *, model_kwargs: dict[str, Any], **kwargs: Any
@@ -177,6 +180,15 @@ class ReadyCandidateGenerator(CandidateGenerator):
         drafts, logits = self.drafter.draft(context)
         return torch.cat([input_ids, drafts], dim=1), logits
 
+    @contextmanager
+    def reading_target(self) -> Iterator[None]:
+        """The loop's own forwards run inside; those of a processor, or of the drafter itself, are not captured."""
+        self._set_active(True)
+        try:
+            yield
+        finally:
+            self._set_active(False)
+
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Keeps the features of the anchor and of the `num_matches` accepted drafts of the last block."""
         self._collect(num_matches + 1)
@@ -185,6 +197,10 @@ class ReadyCandidateGenerator(CandidateGenerator):
         """Removes the hooks."""
         if self._capture is not None:
             self._capture.close()
+
+    def _set_active(self, is_active: bool) -> None:
+        if self._capture is not None:
+            self._capture.is_active = is_active
 
     def _collect(self, length: int | None) -> None:
         self._is_first_round = False

@@ -12,7 +12,7 @@ prefix of a block; a block ends where a row finishes, so that the cache is that 
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ def speculative_decoding(
         generator = drafter.get_candidate_generator(model, input_ids, generation_config, logits_processor)
         stack.callback(getattr(generator, "close", lambda: None))
 
-        with call.timing("prefill"):
+        with call.timing("prefill"), _reading_target(generator):
             outputs = model._prefill(input_ids, generation_config, model_kwargs)
         rollback = Rollback(getattr(outputs, CACHE_NAME))
         stack.callback(rollback.close)
@@ -111,7 +111,7 @@ def speculative_decoding(
             # 2. verify
             rows = sequences.num_emitting
             call.stats.count_round(length - 1, rows)
-            with call.timing("verify"):
+            with call.timing("verify"), _reading_target(generator):
                 outputs = _verify(model, candidates, length, rollback, model_kwargs, generator)
                 logits = _last_logits(outputs, length, input_ids)
 
@@ -272,6 +272,11 @@ def _verify(
         return model(**inputs, return_dict=True)
     with rollback.recording(length):
         return model(**inputs, return_dict=True)
+
+
+def _reading_target(generator: CandidateGenerator) -> AbstractContextManager[None]:
+    """Tells a generator that captures features which forwards are the loop's."""
+    return generator.reading_target() if hasattr(generator, "reading_target") else nullcontext()
 
 
 def _extended(model: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:

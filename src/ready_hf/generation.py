@@ -7,7 +7,6 @@ argument. `unhook()` undoes it.
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -23,6 +22,22 @@ from ready_hf.target import check_target, ensure_patched, recurrent_layers, unpa
 
 # What `generate` fills in when the caller sets nothing; then the drafter's own block size decides.
 DEFAULT_NUM_ASSISTANT_TOKENS = GenerationConfig._get_default_generation_params().get("num_assistant_tokens")
+
+
+# Positional parameters of `generate` after `self`. Not read from its signature: what we wrap may be a wrapper itself.
+GENERATE_PARAMETERS = (
+    "inputs",
+    "generation_config",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "synced_gpus",
+    "assistant_model",
+    "streamer",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "custom_generate",
+)
 
 
 class Speculation:
@@ -97,7 +112,7 @@ _state = _HookState()
 def hook() -> None:
     """Makes `generate(assistant_model=drafter)` work; `import ready_hf` calls it. Idempotent."""
     _state.is_enabled = True
-    if getattr(GenerationMixin.generate, "_ready_hf_hook", False):
+    if _is_ours(GenerationMixin.generate):
         return
     GenerationMixin.generate = _hooked(GenerationMixin.generate)
 
@@ -110,7 +125,7 @@ def unhook() -> None:
     _state.is_enabled = False
     _state.assists_hybrids = False
     unpatch()
-    if getattr(GenerationMixin.generate, "_ready_hf_hook", False):
+    if _is_ours(GenerationMixin.generate):
         GenerationMixin.generate = GenerationMixin.generate.__wrapped__
 
 
@@ -130,17 +145,15 @@ def disable_assisted_generation() -> None:
 
 
 def _hooked(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _state.is_enabled:
             return original(self, *args, **kwargs)
         if getattr(self, "_is_stateful", False):
             ensure_patched(self)
-        call = signature.bind(self, *args, **kwargs).arguments
-        call |= call.pop("kwargs", {})
-        del call["self"]
+        call = dict(zip(GENERATE_PARAMETERS, args, strict=False)) | kwargs
+        if len(call) < len(args) + len(kwargs):  # an argument too many or given twice: the original says so
+            return original(self, *args, **kwargs)
         try:
             drafter = _requested_drafter(self, call)
             if drafter is not None:
@@ -152,8 +165,13 @@ def _hooked(original: Callable[..., Any]) -> Callable[..., Any]:
             raise
         return original(self, *args, **kwargs)
 
-    generate._ready_hf_hook = True  # type: ignore[attr-defined]
+    generate._ready_hf_hook = generate  # type: ignore[attr-defined]
     return generate
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether a `generate` is our wrapper itself: one put around it by `functools.wraps` copies our attribute."""
+    return getattr(function, "_ready_hf_hook", None) is function
 
 
 def _requested_drafter(model: PreTrainedModel, call: dict[str, Any]) -> Drafter | None:
@@ -167,9 +185,9 @@ def _requested_drafter(model: PreTrainedModel, call: dict[str, Any]) -> Drafter 
             )
         return call.pop("assistant_model")
     if isinstance(method, Speculation) and assistant is None:
-        call.setdefault("streamer", method.streamer)
-        if method.num_assistant_tokens is not None:
-            call.setdefault("num_assistant_tokens", method.num_assistant_tokens)
+        for name, value in (("streamer", method.streamer), ("num_assistant_tokens", method.num_assistant_tokens)):
+            if call.get(name) is None and value is not None:
+                call[name] = value
         del call["custom_generate"]
         return method.drafter
     if _state.assists_hybrids and assistant is None and method is None and recurrent_layers(model):

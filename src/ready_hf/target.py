@@ -233,7 +233,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 class FeatureCapture:
-    """Collects the outputs of chosen decoder layers, for the thread that made it, until closed.
+    """Collects the outputs of chosen decoder layers, for the thread that made it, while active and until closed.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -252,12 +252,13 @@ class FeatureCapture:
                 f"0..{len(layers) - 1}"
             )
         ensure_patched(model)
+        self.is_active = True
         self._thread_id = threading.get_ident()
         self._chunks: dict[int, list[torch.Tensor]] = {i: [] for i in target_layer_ids}
         self._handles = [layers[i].register_forward_hook(functools.partial(self._collect, i)) for i in self._chunks]
 
     def _collect(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == self._thread_id:
+        if self.is_active and threading.get_ident() == self._thread_id:
             self._chunks[index].append(output[0] if isinstance(output, tuple) else output)
 
     def take(self, length: int | None = None) -> dict[int, torch.Tensor]:

@@ -59,7 +59,7 @@ def test_c06_prompts_shorter_than_the_convolution(family, length):
     model = tiny_target(family)
     reference = generate(model, random_prompt(length), max_new_tokens=20)
     drafter = k_right(reference, 2)
-    check = checked(model, drafter, every=3)
+    check = checked(model, drafter, every=6)
     got = generate(model, reference[:, :length], assistant_model=drafter, max_new_tokens=20)
     assert got.tolist() == reference.tolist()
     assert check.worst <= 1e-5  # of equal shape too: the convolution window has its full width
