@@ -57,8 +57,19 @@ class Drafter(Protocol):
 
 
 def is_drafter(candidate: object) -> bool:
-    """Whether an object carries the marker; by attribute, since a remote-code copy of a class is another class."""
-    return getattr(candidate, "is_ready_drafter", False) is True
+    """Whether an object carries the marker; by attribute, since a remote-code copy of a class is another class.
+
+    Raises:
+        TypeError: the marker is there, but it is a class or has no method that gives a generator.
+    """
+    if getattr(candidate, "is_ready_drafter", False) is not True:
+        return False
+    if isinstance(candidate, type) or not callable(getattr(candidate, "get_candidate_generator", None)):
+        raise TypeError(
+            f"{candidate!r} has the marker of a ready_hf drafter but cannot draft: pass an instance that has a method "
+            "`get_candidate_generator`"
+        )
+    return True
 
 
 def sampling_warpers(logits_processor: LogitsProcessorList) -> LogitsProcessorList:
@@ -156,16 +167,15 @@ class ReadyCandidateGenerator(CandidateGenerator):
         self.drafter = drafter
         self.do_sample = bool(generation_config.do_sample)
         self.warpers = sampling_warpers(logits_processor)
-        self.max_length = generation_config.max_length
         self._features: list[dict[int, torch.Tensor]] = []
         self._is_first_round = True
         self._capture = FeatureCapture(target, drafter.target_layer_ids) if drafter.target_layer_ids else None
         self._set_active(False)
 
     def get_candidates(
-        self, input_ids: torch.LongTensor, *, model_kwargs: dict[str, Any], **kwargs: Any
+        self, input_ids: torch.LongTensor, *, model_kwargs: dict[str, Any], num_drafts: int, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Drafts after the last token; see `CandidateGenerator.get_candidates`."""
+        """Drafts at most `num_drafts` tokens after the last one; see `CandidateGenerator.get_candidates`."""
         if self._is_first_round:
             self._collect(None)
         context = DraftContext(
@@ -173,7 +183,7 @@ class ReadyCandidateGenerator(CandidateGenerator):
             cache=model_kwargs[CACHE_NAME],
             features=self._taken_features(),
             attention_mask=model_kwargs.get("attention_mask"),
-            num_drafts=min(self.drafter.block_size, self.max_length - input_ids.shape[1] - 1),
+            num_drafts=min(self.drafter.block_size, num_drafts),
             do_sample=self.do_sample,
             warpers=self.warpers,
         )
@@ -228,7 +238,7 @@ class PromptLookupDrafter:
 
     def __init__(self, num_tokens: int = 10, max_matching_ngram_size: int = 3):
         for name, value in (("num_tokens", num_tokens), ("max_matching_ngram_size", max_matching_ngram_size)):
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"`{name}` must be an integer >= 1, got {value!r}")
         self.num_tokens = num_tokens
         self.max_matching_ngram_size = max_matching_ngram_size
@@ -242,7 +252,10 @@ class PromptLookupDrafter:
     ) -> CandidateGenerator:
         """transformers' own generator, without the processors: these run on the target side only."""
         if input_ids.shape[0] > 1:
-            raise ValueError(f"prompt lookup drafts for one sequence at a time, got a batch of {input_ids.shape[0]}")
+            raise ValueError(
+                f"prompt lookup drafts for one sequence at a time, got a batch of {input_ids.shape[0]}: call "
+                "`generate` once per prompt, or without a drafter"
+            )
         return PromptLookupCandidateGenerator(
             eos_token_id=generation_config._eos_token_tensor,
             num_output_tokens=self.num_tokens,

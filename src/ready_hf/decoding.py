@@ -81,11 +81,17 @@ def speculative_decoding(
     with ExitStack() as stack:
         stack.callback(call.close)
         generator = drafter.get_candidate_generator(model, input_ids, generation_config, logits_processor)
-        stack.callback(getattr(generator, "close", lambda: None))
+        if not isinstance(generator, CandidateGenerator):
+            raise TypeError(
+                f"{type(drafter).__name__}.get_candidate_generator returned {type(generator).__name__}; expected a "
+                "transformers CandidateGenerator"
+            )
+        if callable(getattr(generator, "close", None)):
+            stack.callback(generator.close)
 
         with call.timing("prefill"), _reading_target(generator):
             outputs = model._prefill(input_ids, generation_config, model_kwargs)
-        rollback = Rollback(getattr(outputs, CACHE_NAME))
+        rollback = Rollback(getattr(outputs, CACHE_NAME, None))
         stack.callback(rollback.close)
         sequences.transcript.add_prefill(outputs)
         logits = _last_logits(outputs, 1, input_ids)
@@ -169,8 +175,10 @@ def check_options(option: Callable[[str], Any]) -> None:
                 f"sampling, one sequence per prompt. Drop `{name}` or the drafter."
             )
     limit = option("num_assistant_tokens")
-    if limit is not None and limit < 0:
-        raise ValueError(f"`num_assistant_tokens` must be >= 0, got {limit}")
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
+        raise ValueError(
+            f"`num_assistant_tokens` must be an integer >= 0, got {limit!r}; leave it out to verify every draft"
+        )
 
 
 class _Sequences:
@@ -242,12 +250,44 @@ def _propose(
             "model_outputs": outputs,
             "is_first_iteration": False,
             "n_last_matches": num_matches,
+            "num_drafts": limit,
         }
     candidates, logits = generator.get_candidates(input_ids, **context)
+    _check_candidates(type(generator).__name__, candidates, logits, input_ids, outputs.logits.shape[-1])
     drafts = candidates[:, length : length + limit].to(input_ids.device)
     if logits is None or not drafts.shape[1]:
         return drafts, None
     return drafts, logits[:, : drafts.shape[1]].to(input_ids.device)
+
+
+def _check_candidates(
+    name: str, candidates: torch.Tensor, logits: torch.Tensor | None, input_ids: torch.Tensor, vocab_size: int
+) -> None:
+    """Refuses what a faulty generator may return; without waiting for the device."""
+    batch, length = input_ids.shape
+    if candidates.dim() != 2 or candidates.shape[0] != batch or candidates.is_floating_point():
+        raise ValueError(
+            f"{name} returned candidates of shape {tuple(candidates.shape)}, {candidates.dtype}; expected integer ids "
+            f"[{batch}, {length} or more] that start with the input"
+        )
+    drafts = candidates[:, length:]
+    if (
+        candidates.device.type == "cpu"
+        and drafts.numel()
+        and not 0 <= int(drafts.min()) <= int(drafts.max()) < vocab_size
+    ):
+        raise ValueError(
+            f"{name} drafted ids from {int(drafts.min())} to {int(drafts.max())}; allowed are 0..{vocab_size - 1}"
+        )
+    if logits is not None and (
+        logits.dim() != 3
+        or (logits.shape[0], logits.shape[2]) != (batch, vocab_size)
+        or logits.shape[1] < drafts.shape[1]
+    ):
+        raise ValueError(
+            f"{name} returned logits of shape {tuple(logits.shape)}; expected "
+            f"[{batch}, {drafts.shape[1]}, {vocab_size}], or None for drafts that were not sampled"
+        )
 
 
 def _verify(
@@ -281,9 +321,13 @@ def _reading_target(generator: CandidateGenerator) -> AbstractContextManager[Non
 
 def _extended(model: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
     """`model_kwargs` with mask, positions and token types extended by `num_tokens`."""
-    return model._update_model_kwargs_for_generation(
+    extended = model._update_model_kwargs_for_generation(
         outputs, dict(model_kwargs), is_encoder_decoder=False, num_new_tokens=num_tokens
     )
+    types = model_kwargs.get("token_type_ids")
+    if types is not None:  # transformers repeats the last `num_tokens` types, plain decoding the last one
+        extended["token_type_ids"] = torch.cat([types, types[:, -1:].expand(-1, num_tokens)], dim=1)
+    return extended
 
 
 def _last_logits(outputs: Any, length: int, input_ids: torch.Tensor) -> torch.Tensor:

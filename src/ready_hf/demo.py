@@ -56,7 +56,8 @@ def pieces(text: str, longest: int = LONGEST_PIECE) -> list[str]:
     found = [""]
     for block in re.split(r"\n{2,}", text.strip("\n")):
         while len(block) > longest:
-            cut = max(block.rfind("\n", 0, longest), 1)
+            line_end = block.rfind("\n", 0, longest)
+            cut = line_end if line_end > 0 else longest
             found.append(block[:cut])
             block = block[cut:].lstrip("\n")
         if len(found[-1]) + len(block) + 2 <= longest and found[-1]:
@@ -94,7 +95,11 @@ def edit_file(path: Path, old: str, new: str, most: int) -> bool:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     drafter = ready_hf.PromptLookupDrafter(num_tokens=10)
     name = re.compile(rf"\b{re.escape(old)}\b")
-    wanted = [piece for piece in pieces(path.read_text(encoding="utf-8")) if name.search(piece)][:most]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise SystemExit(f"{path.name} is not a text file in UTF-8. Choose another with --file.") from None
+    wanted = [piece for piece in pieces(text) if name.search(piece)][:most]
     if not wanted:
         raise SystemExit(
             f"the name {old!r} does not occur in {path.name}: nothing to edit. Choose another with --old."
@@ -130,6 +135,10 @@ def main() -> None:
     parser.add_argument("--new", default="part", help="its replacement")
     parser.add_argument("--pieces", type=int, default=6, help="most pieces of the file to edit")
     arguments = parser.parse_args()
+    if not arguments.file.is_file():
+        parser.error(f"--file {arguments.file} is not a file")
+    if arguments.pieces < 1:
+        parser.error(f"--pieces must be at least 1, got {arguments.pieces}")
     torch.set_num_threads(1)  # the model is too small to gain from more
     if not edit_file(arguments.file, arguments.old, arguments.new, arguments.pieces):
         raise SystemExit("drafted tokens differ from plain generation: this must not happen, please report it")

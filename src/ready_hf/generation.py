@@ -93,7 +93,8 @@ def speculate(
         drafter (`Drafter`): A ReaDy drafter, a `PromptLookupDrafter`, or any object with the marker.
         streamer (`BaseStreamer`, *optional*): Gets every token.
         num_assistant_tokens (`int`, *optional*): Most drafts to verify per round; default: as many as the drafter
-            proposes.
+            proposes. After `unhook()`, a value of 20 in a generation config counts as unset, since `generate` fills
+            it in: pass it here.
 
     Raises:
         TypeError: not a drafter.
@@ -192,7 +193,8 @@ def _requested_drafter(model: PreTrainedModel, call: dict[str, Any]) -> Drafter 
         return method.drafter
     if _state.assists_hybrids and assistant is None and method is None and recurrent_layers(model):
         num_tokens = _effective(model, call, "prompt_lookup_num_tokens")
-        if num_tokens is not None:
+        has_beams = (_effective(model, call, "num_beams") or 1) > 1  # stock warns and searches without the lookup
+        if num_tokens is not None and not has_beams:
             ngram_size = _effective(model, call, "max_matching_ngram_size") or 2
             _clear(model, call, "prompt_lookup_num_tokens")
             return PromptLookupDrafter(num_tokens, ngram_size)

@@ -15,7 +15,9 @@ not recorded.
 A state cannot be cropped, only rebuilt; so an update that left no record is an error, never a guess.
 """
 
+import copy
 import functools
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,6 +123,14 @@ class RollbackLayer(LinearAttentionCacheLayerMixin):
             if window is not None and window.shape[-1] > kernel_size:
                 self.conv_states[state_idx] = _conv_window(window, 0, kernel_size)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """An ordinary layer of the original class: a copy of the cache has nothing to do with this decoding call."""
+        plain: Any = object.__new__(type(self).__mro__[2])
+        memo[id(self)] = plain
+        own = ("_rollback", "_records", "_uncut")
+        plain.__dict__ = {name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name not in own}
+        return plain
+
     def has_missed_update(self) -> bool:
         """Whether a recurrent state was not updated through a recorded call in the last block."""
         return any(done and i not in self._records for i, done in self.is_recurrent_states_initialized.items())
@@ -128,6 +138,8 @@ class RollbackLayer(LinearAttentionCacheLayerMixin):
 
 class Rollback:
     """Rollback of one cache, for one decoding call in one thread.
+
+    The model's recurrence must have been wrapped by `ready_hf.ensure_patched(model)`; `generate` does that itself.
 
     Args:
         cache (`Cache`): A cache that has seen at least the prompt. Its linear-attention layers are exchanged for
@@ -191,7 +203,12 @@ class Rollback:
         """
         if not self._length:
             raise RuntimeError("no recorded block to commit")
-        shortest, longest = (keep, keep) if isinstance(keep, int) else torch.stack(keep.aminmax()).tolist()
+        if not isinstance(keep, torch.Tensor):
+            shortest = longest = keep = operator.index(keep)
+        elif keep.dim() != 1:
+            raise ValueError(f"`keep` must be an integer or have shape [B], got shape {tuple(keep.shape)}")
+        else:
+            shortest, longest = torch.stack(keep.aminmax()).tolist()
         if not 1 <= shortest <= longest <= self._length:
             raise ValueError(f"`keep` must be 1..{self._length} tokens of the recorded block, got {keep}")
         shift = None if isinstance(keep, int) else longest - keep
@@ -289,8 +306,8 @@ class Rollback:
 
 _NO_RECORD = (
     "a recurrent state was updated over several tokens without a record of the recurrence, so it cannot be rolled "
-    "back. Does a kernel replace the whole layer? Load the model with `use_kernels=False`, or call `generate` without "
-    "a drafter."
+    "back. Does a kernel replace the whole layer (load the model with `use_kernels=False`), or was "
+    "`ready_hf.ensure_patched(model)` not called, or `ready_hf.unhook()` called meanwhile?"
 )
 
 

@@ -164,7 +164,7 @@ class RecurrenceCall:
         recurrence (`Recurrence`): Whose block function was called.
         arguments (`dict`): The call's arguments by the names of the torch rule.
         run (`Callable`): Runs the call as the model meant it.
-        has_kernel (`bool`): Whether a GPU kernel runs the call, rather than transformers' torch rule.
+        has_kernel (`bool`): Whether something else than transformers' torch rule runs the call.
         step_rule (`Callable`, *optional*): The recurrence's step function, if a kernel is behind it that takes several
             tokens too: one launch, and the arithmetic of plain decoding. Same arguments.
     """
@@ -228,8 +228,18 @@ def unpatch() -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of a text or composite model."""
-    return model.get_decoder().layers
+    """The decoder layers of a text or composite model.
+
+    Raises:
+        UnsupportedTargetError: the decoder does not call them `layers`.
+    """
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None:
+        raise UnsupportedTargetError(
+            f"no decoder layers found in {type(model).__name__}: features are read from the `layers` of its decoder. Use "
+            "a drafter that reads none."
+        )
+    return layers
 
 
 class FeatureCapture:
@@ -305,8 +315,10 @@ def _wrap(original: Any, module: ModuleType, recurrence: Recurrence | None) -> C
         if recurrence is None or packed or _thread.observer is None:
             return run()
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        has_kernel = _has_kernel(recurrence, first.device)
-        step_rule = getattr(module, recurrence.step_function) if has_kernel and recurrence.step_takes_blocks else None
+        # somebody's own rule is run as it is, like a kernel
+        has_kernel = _has_kernel(recurrence, first.device) or _is_foreign(original)
+        use_step_rule = has_kernel and recurrence.step_takes_blocks and not _is_foreign(original)
+        step_rule = getattr(module, recurrence.step_function) if use_step_rule else None
         return _thread.observer(RecurrenceCall(recurrence, arguments, run, has_kernel, step_rule))
 
     return wrapper
@@ -319,10 +331,17 @@ def _has_kernel(recurrence: Recurrence, device: torch.device) -> bool:
     return bool(is_mamba_2_ssm_available() if recurrence is MAMBA2 else is_flash_linear_attention_available())
 
 
+def _is_foreign(function: Any) -> bool:
+    """Whether a function is not of transformers or a remote-code model: a profiler's wrapper, or a changed rule."""
+    return inspect.isfunction(function) and not function.__globals__.get("__name__", "").startswith("transformers")
+
+
 def _torch_rule(original: Any) -> Callable[..., Any]:
     """transformers' own torch implementation behind a module-level function, whatever kernel stands in front."""
     if inspect.isfunction(original):
-        return inspect.unwrap(original)
+        while hasattr(original, "__wrapped__") and not _is_foreign(original):
+            original = original.__wrapped__
+        return original
     # with the `kernels` package installed the "function" is a module whose `forward` calls it
     function = inspect.getclosurevars(type(original).forward).nonlocals.get("func")
     return inspect.unwrap(function) if inspect.isfunction(function) else original.forward
