@@ -48,6 +48,7 @@ class Returning:
     def get_candidate_generator(self, target, input_ids, generation_config, logits_processor):
         generator = CandidateGenerator()
         generator.get_candidates = lambda ids, **kwargs: self.make(ids)
+        generator.update_candidate_strategy = lambda *args: None  # abstract in 5.17
         return generator
 
 

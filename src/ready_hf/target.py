@@ -236,8 +236,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None:
         raise UnsupportedTargetError(
-            f"no decoder layers found in {type(model).__name__}: features are read from the `layers` of its decoder. Use "
-            "a drafter that reads none."
+            f"no decoder layers found in {type(model).__name__}: features are read from the `layers` of its decoder. "
+            "Use a drafter that reads none."
         )
     return layers
 
