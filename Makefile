@@ -27,8 +27,9 @@ help:
 demo: $(VENV)/.installed
 	$(VENV)/bin/python -P -m ready_hf.demo
 
+# This environment has the extra `gpu`, so the test of a machine with kernel packages and no GPU must not be skipped.
 test: $(VENV)/.installed
-	$(call PYTEST,$(VENV))
+	READY_HF_REQUIRE_GPU_EXTRA=1 $(call PYTEST,$(VENV))
 
 check: lint
 	$(call PYTEST,$(VENV)) -m 'not slow and not gpu'

@@ -17,6 +17,7 @@ def read(path: Path):
     return notebook
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path):
     client = nbclient.NotebookClient(

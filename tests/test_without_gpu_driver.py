@@ -115,12 +115,14 @@ def make_stand_ins(folder):
 
 
 @pytest.mark.lossless
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("family", RECURRENCES)
 def test_use_on_the_cpu_with_kernel_packages_installed(results, family, use):
     assert results[f"{family}-{use}"] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", RECURRENCES)
 def test_stock_transformers_crashes_there(results, family, request):
     if family == "bamba" and "gpu_extra" in request.node.name:
