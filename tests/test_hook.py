@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_unhook_restores_the_very_original_functions(hooked, target):
     assert hasattr(modeling_qwen3_5.torch_chunk_gated_delta_rule, "__wrapped__")
     ready_hf.unhook()
     assert GenerationMixin.generate is hooked
-    assert "ready_hf" not in modeling_qwen3_5.torch_chunk_gated_delta_rule.__code__.co_filename
+    assert Path(modeling_qwen3_5.torch_chunk_gated_delta_rule.__code__.co_filename).name != "target.py"
     ready_hf.unhook()  # twice is harmless
     assert GenerationMixin.generate is hooked
     with pytest.raises(Exception, match=r"\w"):
@@ -116,6 +117,7 @@ def test_unhook_leaves_a_wrapper_put_around_ours_in_place(with_wraps, target):
 
     ready_hf.unhook()
     assert GenerationMixin.generate is theirs
+    ready_hf.ensure_patched(target)  # with kernel packages and no GPU, stock transformers cannot run it
     assert generate(target).tolist() == WANT
     with pytest.raises(Exception, match=r"\w"):  # ours inside it passes everything through
         generate(target, assistant_model=oracle(REFERENCE))
