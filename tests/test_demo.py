@@ -25,6 +25,9 @@ def test_a_long_line_is_cut_at_the_limit():
         (["--pieces", "0"], "at least 1"),
         (["--pieces", "-1"], "at least 1"),
         (["--old", "no_such_name"], "does not occur"),
+        (["--old", "to tal"], "is not a Python name"),
+        (["--new", ""], "is not a Python name"),
+        (["--new", "\\1"], "is not a Python name"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):

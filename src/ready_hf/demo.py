@@ -89,11 +89,6 @@ def timed_generate(model: PreTrainedModel, run: Run, inputs: Any, **options: Any
 
 def edit_file(path: Path, old: str, new: str, most: int) -> bool:
     """Edits the pieces in which `old` occurs, prints the table; returns whether all tokens were identical."""
-    transformers.logging.set_verbosity_error()
-    folder = ready_hf.tiny_target_path()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    drafter = ready_hf.PromptLookupDrafter(num_tokens=10)
     name = re.compile(rf"\b{re.escape(old)}\b")
     try:
         text = path.read_text(encoding="utf-8")
@@ -101,11 +96,15 @@ def edit_file(path: Path, old: str, new: str, most: int) -> bool:
         raise SystemExit(f"{path.name} is not a text file in UTF-8. Choose another with --file.") from None
     wanted = [piece for piece in pieces(text) if name.search(piece)][:most]
     if not wanted:
-        raise SystemExit(
-            f"the name {old!r} does not occur in {path.name}: nothing to edit. Choose another with --old."
-        )
+        raise SystemExit(f"the name {old!r} does not occur in {path.name}: nothing to edit. Name another with --old.")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    folder = ready_hf.tiny_target_path()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    drafter = ready_hf.PromptLookupDrafter(num_tokens=10)
     print(f"A hybrid of {model.num_parameters() / 1e6:.2f} M parameters renames {old} to {new} in {path.name}:")
-    print(f"{len(wanted)} pieces of code, float32, one CPU thread.\n")
+    print(f"{len(wanted)} {'piece' if len(wanted) == 1 else 'pieces'} of code, float32, one CPU thread.\n")
 
     plain, drafted, identical, right = Run("plain generate"), Run("prompt lookup"), True, 0
     prompts = [tokenizer(PROMPT.format(code=p, old=old, new=new), return_tensors="pt") for p in wanted]
@@ -116,7 +115,7 @@ def edit_file(path: Path, old: str, new: str, most: int) -> bool:
         sequences = timed_generate(model, drafted, inputs, assistant_model=drafter)
         identical &= torch.equal(sequences, expected)
         text = tokenizer.decode(sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        right += text.removesuffix(END) == name.sub(new, piece)
+        right += text.removesuffix(END) == name.sub(lambda match: new, piece)
     rows = [["", "tokens per forward", "tokens/s", "speed", "identical"]]
     rows += [plain.row(plain, None), drafted.row(plain, identical)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -137,6 +136,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.file.is_file():
         parser.error(f"--file {arguments.file} is not a file")
+    for option in ("old", "new"):
+        if not getattr(arguments, option).isidentifier():
+            parser.error(f"--{option} {getattr(arguments, option)!r} is not a Python name")
     if arguments.pieces < 1:
         parser.error(f"--pieces must be at least 1, got {arguments.pieces}")
     torch.set_num_threads(1)  # the model is too small to gain from more
