@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.streamers import BaseStreamer
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import ready_hf
@@ -241,3 +242,37 @@ def test_enabled_prompt_lookup_leaves_beam_search_alone():
     expected = model.generate(PROMPT, **beams)
     ready_hf.enable_assisted_generation()
     assert torch.equal(model.generate(PROMPT, **beams, prompt_lookup_num_tokens=4), expected)
+
+
+def test_prompt_lookup_in_a_pipeline_says_where_to_pass_it():
+    with pytest.raises(TypeError, match="to the call of a pipeline"):
+        ready_hf.PromptLookupDrafter().config  # noqa: B018
+
+
+def test_a_path_as_assistant_is_named():
+    with pytest.raises(TypeError, match="load it first"):
+        tiny_target("qwen3_5").generate(PROMPT, **OPTIONS, assistant_model="some/folder")
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_streamer_ends_once_when_a_drafted_call_fails(hooked):
+    class Streamer(BaseStreamer):
+        ends = 0
+
+        def put(self, value):
+            pass
+
+        def end(self):
+            self.ends += 1
+
+    def fail(context):
+        raise RuntimeError("drafter failed")
+
+    model, streamer = tiny_target("qwen3_5"), Streamer()
+    method = ready_hf.speculate(ScriptedDrafter(reference(), check=fail), streamer=streamer)
+    if not hooked:
+        ready_hf.unhook()
+        ready_hf.ensure_patched(model)
+    with pytest.raises(RuntimeError, match="drafter failed"):
+        model.generate(PROMPT, **OPTIONS, custom_generate=method, streamer=streamer)
+    assert streamer.ends == 1

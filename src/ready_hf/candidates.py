@@ -243,6 +243,15 @@ class PromptLookupDrafter:
         self.num_tokens = num_tokens
         self.max_matching_ngram_size = max_matching_ngram_size
 
+    @property
+    def config(self) -> Any:
+        """Read by pipelines, which compare the models they are built with; lookup is no model.
+
+        Raises:
+            TypeError: always, saying how to use the drafter in a pipeline.
+        """
+        raise TypeError("pass prompt lookup to the call of a pipeline: `pipe(text, assistant_model=drafter)`")
+
     def get_candidate_generator(
         self,
         target: PreTrainedModel,

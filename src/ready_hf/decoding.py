@@ -167,12 +167,12 @@ def check_options(option: Callable[[str], Any]) -> None:
     refused = {name: option(name) is not None for name in EXCLUSIVE_OPTIONS}
     refused |= {name: bool(option(name)) for name in ("use_mtp", "penalty_alpha", "token_healing")}
     refused |= {name: (option(name) or 1) > 1 for name in ("num_beams", "num_return_sequences")}
-    refused["cache_implementation"] = option("cache_implementation") == "paged"
+    refused["cache_implementation"] = option("cache_implementation") in ("paged", "quantized")
     for name, is_set in refused.items():
         if is_set:
             raise ValueError(
                 f"`{name}={option(name)!r}` cannot be combined with a ready_hf drafter, which decodes greedily or by "
-                f"sampling, one sequence per prompt. Drop `{name}` or the drafter."
+                f"sampling, one sequence per prompt, on dynamic or static caches. Drop `{name}` or the drafter."
             )
     limit = option("num_assistant_tokens")
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):

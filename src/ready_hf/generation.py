@@ -68,17 +68,21 @@ class Speculation:
             num_assistant_tokens = self.num_assistant_tokens
         if num_assistant_tokens is None and generation_config.num_assistant_tokens != DEFAULT_NUM_ASSISTANT_TOKENS:
             num_assistant_tokens = generation_config.num_assistant_tokens
-        return speculative_decoding(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            drafter=self.drafter,
-            streamer=self.streamer,
-            num_assistant_tokens=num_assistant_tokens,
-            **model_kwargs,
-        )
+        try:
+            return speculative_decoding(
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                drafter=self.drafter,
+                streamer=self.streamer,
+                num_assistant_tokens=num_assistant_tokens,
+                **model_kwargs,
+            )
+        except BaseException as error:
+            _end_streamer(self.streamer, error)
+            raise
 
 
 def speculate(
@@ -159,15 +163,21 @@ def _hooked(original: Callable[..., Any]) -> Callable[..., Any]:
             drafter = _requested_drafter(self, call)
             if drafter is not None:
                 return _drafted_generate(original, self, drafter, call)
-        except BaseException:
-            if call.get("streamer") is not None:
-                with suppress(Exception):
-                    call["streamer"].end()  # whoever iterates over it would wait for ever
+        except BaseException as error:
+            _end_streamer(call.get("streamer"), error)
             raise
         return original(self, *args, **kwargs)
 
     generate._ready_hf_hook = generate  # type: ignore[attr-defined]
     return generate
+
+
+def _end_streamer(streamer: BaseStreamer | None, error: BaseException) -> None:
+    """Ends a streamer once per failed call: whoever iterates over it would wait for ever."""
+    if streamer is not None and not getattr(error, "_ready_hf_streamer_ended", False):
+        error._ready_hf_streamer_ended = True  # type: ignore[attr-defined]
+        with suppress(Exception):
+            streamer.end()
 
 
 def _is_ours(function: Any) -> bool:
@@ -178,6 +188,8 @@ def _is_ours(function: Any) -> bool:
 def _requested_drafter(model: PreTrainedModel, call: dict[str, Any]) -> Drafter | None:
     """The drafter that a `generate` call asks for, removed from its arguments."""
     assistant, method = call.get("assistant_model"), call.get("custom_generate")
+    if isinstance(assistant, str) and getattr(model, "_is_stateful", False):
+        raise TypeError(f"`assistant_model` must be a loaded drafter, got the string {assistant!r}: load it first")
     if is_drafter(assistant):
         if method is not None:
             raise ValueError(

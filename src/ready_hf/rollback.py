@@ -2,7 +2,7 @@
 
     rollback = Rollback(cache)
     with rollback.recording(length):        # T tokens
-        model(**inputs)
+        model(**inputs)                     # with position_ids: not every model derives them from the cache
     rollback.commit(keep)                   # n tokens stay
     ...
     rollback.close()                        # the cache is an ordinary one again
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import __version__ as transformers_version
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -313,9 +314,12 @@ _NO_RECORD = (
 
 def check_cache(cache: Cache | None) -> Cache:
     """Returns the cache if it can be rolled back, refuses it by name otherwise."""
-    supported = "Supported are dynamic caches (the default) and, where transformers can cut them back, static caches."
+    supported = (
+        "Supported are dynamic caches (the default) and static caches as far as transformers can cut them back "
+        f"(here {transformers_version}; 5.24 can)."
+    )
     if cache is None:
-        raise UnsupportedTargetError(f"drafting needs a cache, got `use_cache=False`. {supported}")
+        raise UnsupportedTargetError(f"drafting needs a cache; got none (`use_cache=False`?). {supported}")
     # a class with a `crop` of its own (encoder-decoder, MiniMax) holds more than its layers
     if not isinstance(cache, Cache) or type(cache).crop is not Cache.crop:
         raise UnsupportedTargetError(f"{type(cache).__name__} cannot be rolled back. {supported}")

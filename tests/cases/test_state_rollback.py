@@ -53,13 +53,14 @@ def test_c04_stock_forward_with_a_cache_agrees_with_one_forward(family):
     torch.testing.assert_close(torch.cat([first.logits, second.logits], dim=1), whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("k", [0, 2, 8])
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_c06_prompts_shorter_than_the_convolution(family, length):
+def test_c06_prompts_shorter_than_the_convolution(family, length, k):
     model = tiny_target(family)
     reference = generate(model, random_prompt(length), max_new_tokens=20)
-    drafter = k_right(reference, 2)
-    check = checked(model, drafter, every=6)
+    drafter = k_right(reference, k)
+    check = checked(model, drafter, every=1)
     got = generate(model, reference[:, :length], assistant_model=drafter, max_new_tokens=20)
     assert got.tolist() == reference.tolist()
     assert check.worst <= 1e-5  # of equal shape too: the convolution window has its full width
