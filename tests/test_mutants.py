@@ -50,6 +50,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, function: Any, *edits: tuple[str, st
     monkeypatch.setattr(function, "__code__", mutant.__code__)
 
 
+pytestmark = pytest.mark.slow
 STATES, WINDOWS = rollback.RollbackLayer.commit_states, rollback.RollbackLayer.commit_windows
 LOOP = decoding.speculative_decoding
 COLUMNS = acceptance.verified_columns
