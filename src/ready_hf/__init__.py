@@ -6,7 +6,10 @@ every other call as it was; `ready_hf.unhook()` undoes that.
 
 from pathlib import Path
 
+from transformers import AutoConfig, AutoModel
+
 from ready_hf.candidates import DraftContext, Drafter, PromptLookupDrafter, ReadyCandidateGenerator
+from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.generation import (
     disable_assisted_generation,
     enable_assisted_generation,
@@ -14,6 +17,7 @@ from ready_hf.generation import (
     speculate,
     unhook,
 )
+from ready_hf.modeling_ready import ReadyDrafterModel, ReadyDrafterOutput
 from ready_hf.outputs import SpeculativeDecodingOutput
 from ready_hf.rollback import Rollback
 from ready_hf.statistics import DecodingStats, record_stats
@@ -29,6 +33,9 @@ __all__ = [
     "FeatureCapture",
     "PromptLookupDrafter",
     "ReadyCandidateGenerator",
+    "ReadyDrafterConfig",
+    "ReadyDrafterModel",
+    "ReadyDrafterOutput",
     "Rollback",
     "SpeculativeDecodingOutput",
     "UnsupportedTargetError",
@@ -49,4 +56,6 @@ def tiny_target_path() -> str:
     return str(Path(__file__).parent / "assets" / "tiny_target")
 
 
+AutoConfig.register("ready_drafter", ReadyDrafterConfig, exist_ok=True)
+AutoModel.register(ReadyDrafterConfig, ReadyDrafterModel, exist_ok=True)
 hook()

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
+from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils.import_utils import is_flash_linear_attention_available, is_mamba_2_ssm_available
 
@@ -154,6 +155,23 @@ def check_target(model: PreTrainedModel) -> list[RecurrentLayer]:
     for layer in layers:
         _refuse_replaced_forward(name, layer)
     return layers
+
+
+def committed_states(cache: Cache, layers: list[RecurrentLayer]) -> torch.Tensor:
+    """The recurrent states of some layers, copied out of a cache, `[B, N, H, K, V]` in the dtype they are kept in.
+
+    Mamba-2 caches hold the transposed matrix; here all recurrences have one layout.
+
+    Raises:
+        ValueError: a layer has no state yet.
+    """
+    found = []
+    for layer in layers:
+        state = cache.layers[layer.layer_idx].recurrent_states[0]
+        if state is None:
+            raise ValueError(f"layer {layer.layer_idx} of the cache has no recurrent state yet: run the prompt first")
+        found.append(state.transpose(-1, -2) if layer.recurrence is MAMBA2 else state)
+    return torch.stack(found, dim=1)
 
 
 @dataclass(frozen=True)

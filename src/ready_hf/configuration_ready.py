@@ -1,0 +1,318 @@
+"""Configuration of a ReaDy drafter: a DSpark block drafter, with or without a reader of recurrent states.
+
+Flat, with the target's `vocab_size`, as transformers' assisted generation expects. Every size that the target dictates
+is derived by `ReadyDrafterConfig.for_target`; `check_target` names what does not fit, on both sides.
+"""
+
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ready_hf.target import UnsupportedTargetError
+from ready_hf.target_shape import TargetShape, special_token_ids, target_shape
+
+
+SMALLEST_BLOCK, LARGEST_BLOCK = 2, 31
+
+
+@strict
+class ReadyDrafterConfig(PreTrainedConfig):
+    r"""
+    Sizes of the backbone (`hidden_size`, `intermediate_size`, `num_hidden_layers`, ...) are named as in any
+    transformers configuration; `vocab_size` and `hidden_size` are the target's.
+
+    Args:
+        block_size (`int`): Drafts per round, 2 to 31. The first slot holds the anchor (the newest token, not yet fed
+            to the target) and already predicts the token after it.
+        mask_token_id (`int`): Token whose target embedding fills the other slots.
+        target_layer_ids (`list[int]`): Decoder layers of the target whose outputs (*features*) the drafter reads. The
+            last layer's is taken before the target's final norm.
+        num_target_layers (`int`): Decoder layers of the target.
+        layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` per drafter layer; default:
+            sliding if `sliding_window` is set.
+        sliding_window (`int`, *optional*): A slot sees context at a distance below this, as in Mistral.
+        markov_head_type (`"vanilla"`, `"gated"` or `"rnn"`): How the sequential head turns the previous token into a
+            correction of the logits.
+        markov_rank (`int`): Its rank; 0 for no sequential head.
+        enable_confidence_head (`bool`): Whether acceptance is predicted.
+        confidence_head_with_markov (`bool`): Whether the confidence head sees the previous token too.
+        confidence_threshold (`float`): A block is cut before the first draft that all before it and itself survive
+            with less than this probability, by the confidence head; 0 never cuts.
+        state_layer_ids (`list[int]`, *optional*): Recurrent layers whose committed states are read; `None` for no
+            reader, which is DSpark.
+        state_shape (`list[int]`, *optional*): `[H, K, V]` of one state.
+        reader_projection (`"full"` or `"bilinear"`): `full`: all reads of a slot through one map of rank
+            `reader_rank`; `bilinear`: every head's read to `reader_rank` numbers.
+        reader_rank (`int`): See `reader_projection`.
+        reader_conditioning (`list[str]`): What is added to the learned query of a slot: `"anchor"` (embedding of the
+            anchor), `"context"` (the last context feature), both or none.
+        reader_query_rank (`int`, *optional*): Rank of that addition; `None` for a full matrix.
+        reader_injection (`"input"`, `"layers"` or `"head"`): Where reads are added: to the block's input, before every
+            layer, or before the final norm.
+        reader_normalization (`"read"`, `"state"` or `"none"`): Root mean square of every head's read is set to 1;
+            every head's state is divided by its norm; nothing.
+        reader_gate (`bool`): Whether the anchor's embedding gates the mapped reads.
+    """
+
+    model_type = "ready_drafter"
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
+
+    vocab_size: int = 1024
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_dropout: float | int = 0.0
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    block_size: int = 8
+    mask_token_id: int = 1
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int = 4
+
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    markov_rank: int = 64
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    confidence_threshold: float | int = 0.0
+
+    state_layer_ids: list[int] | None = None
+    state_shape: list[int] | None = None
+    reader_projection: Literal["full", "bilinear"] = "full"
+    reader_rank: int = 64
+    reader_conditioning: list[str] | None = None
+    reader_query_rank: int | None = 32
+    reader_injection: Literal["input", "layers", "head"] = "input"
+    reader_normalization: Literal["read", "state", "none"] = "read"
+    reader_gate: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.layer_types is None:
+            kind = "full_attention" if self.sliding_window is None else "sliding_attention"
+            self.layer_types = [kind] * self.num_hidden_layers
+        if self.target_layer_ids is None:
+            self.target_layer_ids = default_target_layer_ids(self.num_target_layers)
+        if self.reader_conditioning is None:
+            self.reader_conditioning = ["anchor", "context"]
+        super().__post_init__(**kwargs)
+
+    @property
+    def has_reader(self) -> bool:
+        """Whether recurrent states are read; a drafter that reads none is DSpark."""
+        return bool(self.state_layer_ids)
+
+    def validate_architecture(self) -> None:
+        """Part of the validation that transformers runs on every configuration.
+
+        Raises:
+            ValueError: naming the field, its value and what is allowed.
+        """
+        if not SMALLEST_BLOCK <= self.block_size <= LARGEST_BLOCK:
+            raise ValueError(f"`block_size` must be {SMALLEST_BLOCK} to {LARGEST_BLOCK}, got {self.block_size}")
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
+            raise ValueError(
+                f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
+                f"({self.num_key_value_heads})"
+            )
+        if (self.head_dim or 0) % 2:
+            raise ValueError(f"`head_dim` must be even for rotary embeddings, got {self.head_dim}")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"`mask_token_id` must be 0 to {self.vocab_size - 1}, got {self.mask_token_id}")
+        if not 0.0 <= self.confidence_threshold < 1.0:
+            raise ValueError(f"`confidence_threshold` must be in [0, 1), got {self.confidence_threshold}")
+        if self.confidence_threshold and not self.enable_confidence_head:
+            raise ValueError("`confidence_threshold` needs `enable_confidence_head=True`")
+        if self.markov_rank < 0:
+            raise ValueError(f"`markov_rank` must be 0 (no sequential head) or more, got {self.markov_rank}")
+        self._validate_layers()
+        if self.has_reader:
+            self._validate_reader()
+        super().validate_architecture()
+
+    def _validate_layers(self) -> None:
+        kinds = self.layer_types or []
+        if len(kinds) != self.num_hidden_layers:
+            raise ValueError(
+                f"`layer_types` must have {self.num_hidden_layers} entries (`num_hidden_layers`), got {len(kinds)}"
+            )
+        allowed = {"full_attention", "sliding_attention"}
+        if not set(kinds) <= allowed:
+            raise ValueError(f"`layer_types` must be out of {sorted(allowed)}, got {kinds}")
+        if "sliding_attention" in kinds and (self.sliding_window or 0) < self.block_size:
+            raise ValueError(
+                f"`sliding_window` must be at least `block_size` ({self.block_size}) for sliding layers, got "
+                f"{self.sliding_window}"
+            )
+        _check_layer_ids("target_layer_ids", self.target_layer_ids, self.num_target_layers)
+
+    def _validate_reader(self) -> None:
+        _check_layer_ids("state_layer_ids", self.state_layer_ids, self.num_target_layers)
+        if self.state_shape is None or len(self.state_shape) != 3 or min(self.state_shape) < 1:
+            raise ValueError(f"`state_shape` must be [H, K, V] when states are read, got {self.state_shape}")
+        if self.reader_rank < 1 or (self.reader_query_rank is not None and self.reader_query_rank < 1):
+            raise ValueError(
+                f"`reader_rank` and `reader_query_rank` must be at least 1, got {self.reader_rank} and "
+                f"{self.reader_query_rank}"
+            )
+        allowed = {"anchor", "context"}
+        if not set(self.reader_conditioning or ()) <= allowed:
+            raise ValueError(f"`reader_conditioning` must be out of {sorted(allowed)}, got {self.reader_conditioning}")
+
+    @classmethod
+    def for_target(
+        cls,
+        target: PreTrainedModel | PreTrainedConfig,
+        *,
+        reader: bool = True,
+        mask_token_id: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **options: Any,
+    ) -> "ReadyDrafterConfig":
+        """A configuration that fits a target: every size it dictates is derived, the rest may be given.
+
+        Args:
+            target (`PreTrainedModel` or `PreTrainedConfig`): Text-only or composite; nothing is allocated for a
+                configuration.
+            reader (`bool`): Read the states of all recurrent layers (choose some with `state_layer_ids=[...]`);
+                `False` gives DSpark.
+            mask_token_id (`int`, *optional*): Default: the tokenizer's mask token; else the last row of the vocabulary
+                that is no bos, eos or pad and, with a tokenizer, no token.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): Only to choose `mask_token_id`.
+            options: Any other field.
+
+        Raises:
+            UnsupportedTargetError: a target that cannot be decoded with, or a reader for a target without recurrent
+            states.
+            ValueError: no free id for the mask token, or a field that is not allowed.
+        """
+        shape = target_shape(target)
+        config = target if isinstance(target, PreTrainedConfig) else target.config
+        special = special_token_ids(config)
+        derived = _derived_sizes(shape) | special
+        if reader and options.get("state_layer_ids", ()) is not None:
+            derived |= _derived_reader(shape, options.get("state_layer_ids"))
+        if mask_token_id is None:
+            mask_token_id = choose_mask_token(shape.vocab_size, special, tokenizer)
+        made = cls(**{**derived, **options, "mask_token_id": mask_token_id})
+        made.check_target(shape)
+        return made
+
+    def check_target(self, target: PreTrainedModel | PreTrainedConfig | TargetShape) -> None:
+        """Refuses a target this drafter was not made for.
+
+        Raises:
+            ValueError: naming every difference, the drafter's side and the target's.
+        """
+        shape = target if isinstance(target, TargetShape) else target_shape(target)
+        pairs: list[tuple[str, Any, Any]] = [
+            ("vocabulary", self.vocab_size, shape.vocab_size),
+            ("hidden size", self.hidden_size, shape.hidden_size),
+            ("number of decoder layers", self.num_target_layers, shape.num_layers),
+        ]
+        if self.has_reader:
+            missing = sorted(set(self.state_layer_ids or ()) - set(shape.state_layer_ids))
+            found = dict(zip(shape.state_layer_ids, shape.state_shapes, strict=True))
+            if missing:
+                pairs.append(("recurrent layers", self.state_layer_ids, list(shape.state_layer_ids)))
+            shapes = sorted({found[i] for i in self.state_layer_ids or () if i in found})
+            if shapes and shapes != [tuple(self.state_shape or ())]:
+                pairs.append(("state shape [H, K, V]", self.state_shape, [list(s) for s in shapes]))
+        differing = [pair for pair in pairs if pair[1] != pair[2]]
+        if differing:
+            wrong = [f"{name}: {mine} in the drafter, {theirs} in the target" for name, mine, theirs in differing]
+            raise ValueError(
+                f"this drafter was not made for {shape.name}. {'; '.join(wrong)}. Load the target it was trained for, "
+                "or make a drafter with ReadyDrafterConfig.for_target(target)"
+            )
+
+
+def default_target_layer_ids(num_layers: int, most: int = 5) -> list[int]:
+    """Evenly spaced layers from the second to the third from the end, as DFlash drafters for hybrid targets use.
+
+    At most `most`, and one for every three layers of a shallow target.
+    """
+    first, last = min(1, num_layers - 1), max(num_layers - 3, min(1, num_layers - 1))
+    count = max(1, min(most, num_layers // 3))
+    if count == 1:
+        return [last]
+    return sorted({round(first + (last - first) * i / (count - 1)) for i in range(count)})
+
+
+def choose_mask_token(
+    vocab_size: int, special: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None = None
+) -> int:
+    """An id for the mask slots that no text contains; see `ReadyDrafterConfig.for_target`.
+
+    Raises:
+        ValueError: the tokenizer uses every row of the vocabulary.
+    """
+    taken = {i for ids in special.values() for i in (ids if isinstance(ids, list) else [ids])}
+    own = getattr(tokenizer, "mask_token_id", None)
+    if own is not None and own not in taken and own < vocab_size:
+        return int(own)
+    first = 0 if tokenizer is None else len(tokenizer)
+    free = [i for i in range(vocab_size - 1, max(first, vocab_size - 100) - 1, -1) if i not in taken]
+    if not free:
+        raise ValueError(
+            f"the tokenizer has {first} tokens and the target {vocab_size} rows, so no row is free for the mask "
+            "slots: pass `mask_token_id=` an id that no text contains"
+        )
+    return free[0]
+
+
+def _derived_sizes(shape: TargetShape) -> dict[str, Any]:
+    hidden = shape.hidden_size
+    head_dim = next((d for d in (128, 64, 32, 16) if hidden % d == 0 and hidden // d >= 4), None)
+    heads = hidden // head_dim if head_dim else 1
+    return {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 4 if heads % 4 == 0 else heads,
+        "head_dim": head_dim or hidden,
+        "num_target_layers": shape.num_layers,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "max_position_embeddings": int(getattr(shape.text_config, "max_position_embeddings", 32768)),
+    }
+
+
+def _derived_reader(shape: TargetShape, chosen: list[int] | None) -> dict[str, Any]:
+    if not shape.state_layer_ids:
+        raise UnsupportedTargetError(
+            f"{shape.name} keeps no recurrent state, so there is nothing for a reader to read. Make the drafter with "
+            "`reader=False` (DSpark), or choose a target with gated-delta-rule, KDA or Mamba-2 layers."
+        )
+    found = dict(zip(shape.state_layer_ids, shape.state_shapes, strict=True))
+    ids = list(shape.state_layer_ids if chosen is None else chosen)
+    shapes = {found[i] for i in ids if i in found}
+    return {"state_layer_ids": ids, "state_shape": list(min(shapes)) if shapes else [1, 1, 1]}
+
+
+def _check_layer_ids(name: str, ids: list[int] | None, num_layers: int) -> None:
+    if not ids or len(set(ids)) != len(ids) or not all(0 <= i < num_layers for i in ids):
+        raise ValueError(
+            f"`{name}` must be different decoder layers of the target, 0 to {num_layers - 1}, at least one; got {ids}"
+        )

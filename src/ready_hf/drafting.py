@@ -1,0 +1,168 @@
+"""How a block drafter drafts inside `generate`: one session per call, one block per round.
+
+    features of newly committed positions ---> context keys and values (kept, windowed)
+    committed recurrent states ---> reader ---\\
+    anchor, mask, mask, ...    ---> backbone --+--> head of the target + sequential head ---> drafts, left to right
+
+A session holds what belongs to one `generate` call. The drafter itself stays as it was: nothing of a target is ever
+stored in it.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ready_hf.candidates import DraftContext, ReadyCandidateGenerator, choose_drafts
+from ready_hf.configuration_ready import ReadyDrafterConfig
+from ready_hf.target import committed_states, recurrent_layers
+
+
+logger = logging.getLogger(__name__)
+
+
+class DraftingMixin:
+    """Makes a drafter model usable as `assistant_model=` and in `ready_hf.speculate`."""
+
+    is_ready_drafter = True
+    config: ReadyDrafterConfig
+
+    def get_candidate_generator(
+        self,
+        target: PreTrainedModel,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+    ) -> CandidateGenerator:
+        """A generator for one `generate` call; see `ready_hf.Drafter`.
+
+        Raises:
+            ValueError: the drafter was not made for this target.
+        """
+        self.config.check_target(target)
+        return ReadyCandidateGenerator(DraftSession(self, target), target, generation_config, logits_processor)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """A drafter does not generate by itself.
+
+        Raises:
+            TypeError: always, saying how to use it.
+        """
+        raise TypeError(
+            f"{type(self).__name__} is a drafter and has no embeddings or head of its own: load its target and call "
+            "`target.generate(**inputs, assistant_model=drafter)`"
+        )
+
+
+class DraftSession:
+    """Drafts for one `generate` call; a `BlockDrafter`.
+
+    Args:
+        drafter (`ReadyDrafterModel`): The model.
+        target (`PreTrainedModel`): Its target, whose embeddings and head are used in place.
+    """
+
+    def __init__(self, drafter: Any, target: PreTrainedModel):
+        config: ReadyDrafterConfig = drafter.config
+        self.block_size = config.block_size
+        self.target_layer_ids = list(config.target_layer_ids or ())
+        self._drafter, self._config = drafter, config
+        self._embedding: nn.Module = target.get_input_embeddings()
+        self._head: nn.Module = target.get_output_embeddings()
+        by_index = {layer.layer_idx: layer for layer in recurrent_layers(target)}
+        self._state_layers = [by_index[i] for i in config.state_layer_ids or ()]
+        self._cache = DynamicCache(config=config)
+        is_windowed = "full_attention" not in (config.layer_types or ())
+        # older rows are out of every slot's window
+        self._oldest_row = config.sliding_window - 1 if is_windowed and config.sliding_window else None
+        self._num_rows = 0  # context rows handed to the drafter so far
+        self._is_padded: bool | None = None
+
+    def draft(self, context: DraftContext) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One block; see `BlockDrafter.draft`. The confidence threshold may cut it, down to no draft at all."""
+        hidden_states = self._block(context)[:, : context.num_drafts]
+        logits = self._drafter.base_logits(hidden_states, self._head)
+        if not bool(torch.isfinite(logits).all()):
+            logger.warning(
+                "ready_hf: draft logits are not finite, so no drafts are proposed in this round: are drafter (%s) or "
+                "target broken, or overflowing in their dtype?",
+                hidden_states.dtype,
+            )
+            return context.input_ids[:, :0], None
+        return self._tokens(hidden_states, logits, context)
+
+    def _block(self, context: DraftContext) -> torch.Tensor:
+        """Hidden states `[B, G, d]` of the block; the features of the round join the context."""
+        device, dtype = self._drafter.device, self._drafter.dtype
+        features = torch.cat([context.features[i] for i in self.target_layer_ids], dim=-1)
+        if self._oldest_row is not None:
+            features = features[:, -self._oldest_row :]
+        num_new, length = features.shape[1], context.input_ids.shape[1]
+        self._num_rows += num_new
+        positions = self._positions(context)
+        mask = None
+        if context.attention_mask is not None and self._is_padded:
+            mask = context.attention_mask[:, length - 1 - self._num_rows : length - 1].to(device)
+        states = None
+        if self._state_layers:
+            states = committed_states(context.cache, self._state_layers)[:, None].to(device)
+        anchors = positions[:, length - 1 :].to(device)
+        outputs = self._drafter(
+            noise_embeds=self._noise_embeds(context.input_ids[:, -1:]).to(device, dtype),
+            context_hidden_states=features.to(device, dtype),
+            states=states,
+            context_attention_mask=mask,
+            position_ids=anchors + torch.arange(self.block_size, device=device),
+            context_position_ids=positions[:, length - 1 - num_new : length - 1].to(device),
+            cache=self._cache,
+            use_cache=True,
+        )
+        return outputs.last_hidden_state
+
+    def _positions(self, context: DraftContext) -> torch.Tensor:
+        """Position of every token `[B, L]`, padding not counted: the target's own."""
+        batch, length = context.input_ids.shape
+        mask = context.attention_mask
+        if self._is_padded is None:
+            self._is_padded = mask is not None and not bool(mask.all())
+        if mask is not None and self._is_padded:
+            return (mask.long().cumsum(-1) - 1).clamp_min(0)
+        return torch.arange(length, device=context.input_ids.device).expand(batch, -1)
+
+    def _noise_embeds(self, anchors: torch.Tensor) -> torch.Tensor:
+        masks = anchors.new_full((anchors.shape[0], self.block_size - 1), self._config.mask_token_id)
+        ids = torch.cat([anchors, masks], dim=1)
+        return self._embedding(ids.to(next(self._embedding.parameters()).device))
+
+    def _tokens(
+        self, hidden_states: torch.Tensor, logits: torch.Tensor, context: DraftContext
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts left to right, from the head's logits `[B, n, V]` and the sequential head's corrections."""
+        markov, threshold = self._drafter.markov_head, self._config.confidence_threshold
+        previous, latent = context.input_ids[:, -1].to(logits.device), None
+        survival = torch.ones(len(previous), device=logits.device)
+        drafts: list[torch.Tensor] = []
+        warped: list[torch.Tensor] = []
+        for k in range(logits.shape[1]):
+            hidden = hidden_states[:, k]
+            if threshold:
+                # decided before draft k is drawn, so that the choice of the length tells nothing about it
+                survival = survival * torch.sigmoid(self._drafter.confidence_logits(hidden, previous))
+                if float(survival.max()) < threshold:
+                    break
+            step_logits = logits[:, k]
+            if markov is not None:
+                latent = markov.step(hidden, previous, latent)
+                step_logits = step_logits + markov.markov_w2(latent).float()
+            previous, sampled_from = choose_drafts(step_logits, context.do_sample, context.warpers)
+            drafts.append(previous)
+            if sampled_from is not None:
+                warped.append(sampled_from)
+        if not drafts:
+            return context.input_ids[:, :0], None
+        tokens = torch.stack(drafts, dim=1).to(context.input_ids.device)
+        return tokens, torch.stack(warped, dim=1) if warped else None

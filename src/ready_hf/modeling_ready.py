@@ -1,0 +1,272 @@
+"""The ReaDy drafter as a transformers model.
+
+It owns the trunk, the heads and the reader. Embeddings and output head are the target's: they are handed to it as
+tensors or modules in every call and never stored, neither in the module nor in a checkpoint.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+from transformers.processing_utils import Unpack
+from transformers.utils import ModelOutput, TransformersKwargs
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from ready_hf.backbone import BlockAttention, DrafterLayer, block_mask
+from ready_hf.configuration_ready import ReadyDrafterConfig
+from ready_hf.drafting import DraftingMixin
+from ready_hf.heads import ConfidenceHead, SequentialHead
+from ready_hf.state_reader import StateReader
+
+
+@dataclass
+class ReadyDrafterOutput(ModelOutput):
+    """Output of `ReadyDrafterModel.forward`.
+
+    Args:
+        last_hidden_state (`torch.FloatTensor` of shape `[B, A * G, d]`): Normed hidden state of every slot; slot k of
+            a block predicts the k-th token after its anchor.
+        cache (`Cache`, *optional*): Keys and values of the context.
+        hidden_states (`tuple(torch.FloatTensor)`, *optional*): Input of every layer, and the last hidden state.
+        attentions (`tuple(torch.FloatTensor)`, *optional*): Attention weights of every layer.
+    """
+
+    last_hidden_state: torch.FloatTensor | None = None
+    cache: Cache | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+class ReadyDrafterPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation of drafters."""
+
+    config: ReadyDrafterConfig
+    config_class = ReadyDrafterConfig
+    base_model_prefix = "model"
+    main_input_name = "noise_embeds"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DrafterLayer"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": DrafterLayer, "attentions": BlockAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, SequentialHead):
+            init.zeros_(module.markov_w2.weight)
+        elif isinstance(module, StateReader):
+            init.normal_(module.query, std=module.query.shape[-1] ** -0.5)
+            if hasattr(module, "head_map"):
+                init.normal_(module.head_map, std=module.head_map.shape[-2] ** -0.5)
+            init.zeros_(module.up_proj.weight)
+
+
+class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
+    """Block drafter over target features and, with `config.state_layer_ids`, committed recurrent states.
+
+    Args:
+        config (`ReadyDrafterConfig`): Best made with `ReadyDrafterConfig.for_target(target)`.
+    """
+
+    def __init__(self, config: ReadyDrafterConfig):
+        super().__init__(config)
+        assert config.target_layer_ids is not None
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.markov_head = SequentialHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        self.reader = StateReader(config) if config.has_reader else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        anchor_positions: torch.Tensor | None = None,
+        states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        context_attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        context_position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ReadyDrafterOutput:
+        r"""
+        One parallel pass over A blocks of G = `config.block_size` slots each.
+
+        Args:
+            noise_embeds (`torch.FloatTensor` of shape `[B, A * G, d]`): Target embeddings of anchor, mask, mask, ...
+            context_hidden_states (`torch.FloatTensor` of shape `[B, n, m * d]`): Target features, the m
+                `target_layer_ids` concatenated; with a `cache`, of the positions it has not seen.
+            anchor_positions (`torch.LongTensor` of shape `[B, A]`, *optional*): Context row of each anchor: a block
+                sees the rows before it. Default: one block after all rows.
+            states (`torch.FloatTensor` of shape `[B, A, N, H, K, V]`, *optional*): Committed states before each
+                anchor, of `config.state_layer_ids`. A drafter with a reader needs them.
+            attention_mask (`torch.Tensor` of shape `[B, A * G]`, *optional*): 0 for slots that others must not see.
+            context_attention_mask (`torch.Tensor` of shape `[B, C]`, *optional*): 0 for padding, over all context rows
+                ever seen.
+            position_ids (`torch.LongTensor` of shape `[B, A * G]`, *optional*): Default: the anchor's row and on.
+            context_position_ids (`torch.LongTensor` of shape `[B, n]`, *optional*): Default: the row.
+            cache (`Cache`, *optional*): Context keys and values of earlier calls; only with one block after all rows.
+            use_cache (`bool`, *optional*): Keep and return a cache. Default: `config.use_cache`.
+
+        Raises:
+            ValueError: shapes that do not fit the configuration.
+        """
+        self._check_inputs(noise_embeds, context_hidden_states, anchor_positions, states, cache)
+        batch, num_new = context_hidden_states.shape[:2]
+        block_size, device = self.config.block_size, noise_embeds.device
+        if use_cache and cache is None and anchor_positions is None:
+            cache = DynamicCache(config=self.config)
+        num_past = cache.get_seq_length() if cache is not None else 0
+        num_seen = num_past + num_new
+        if anchor_positions is None:
+            anchor_positions = torch.full((batch, 1), num_seen, dtype=torch.long, device=device)
+        if position_ids is None:
+            slots = torch.arange(block_size, device=device)
+            position_ids = (anchor_positions[..., None] + slots).flatten(1)
+        if context_position_ids is None:
+            context_position_ids = torch.arange(num_past, num_seen, device=device).expand(batch, -1)
+
+        context = self.hidden_norm(self.fc(context_hidden_states))
+        rotation = self.rotary_emb(noise_embeds, position_ids)
+        context_rotation = self.rotary_emb(context, context_position_ids)
+        masks = self._masks(anchor_positions, num_new, num_seen, cache, context_attention_mask, attention_mask)
+        reads = self._reads(noise_embeds, context, anchor_positions - num_past, states)
+
+        hidden_states, injection = noise_embeds, self.config.reader_injection
+        for index, (layer, kind) in enumerate(zip(self.layers, self.config.layer_types or (), strict=True)):
+            if reads is not None and (injection == "layers" or (injection == "input" and index == 0)):
+                hidden_states = hidden_states + reads[index]
+            hidden_states = layer(hidden_states, context, rotation, context_rotation, masks[kind], cache, **kwargs)
+        if reads is not None and injection == "head":
+            hidden_states = hidden_states + reads[0]
+        return ReadyDrafterOutput(last_hidden_state=self.norm(hidden_states), cache=cache if use_cache else None)
+
+    def draft_logits(
+        self, hidden_states: torch.Tensor, previous_ids: torch.Tensor, head: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draft logits of whole blocks whose drafts are known: training and evaluation.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `[..., G, d]`): `last_hidden_state`, split into blocks.
+            previous_ids (`torch.LongTensor` of shape `[..., G]`): The token before every slot; the anchor first.
+            head (`nn.Module`): The target's output head.
+
+        Returns:
+            `tuple`: logits `[..., G, V]` in float32; logits of the confidences `[..., G]` in float32, or `None`.
+        """
+        logits = self.base_logits(hidden_states, head)
+        if self.markov_head is not None:
+            logits = logits + self.markov_head.markov_w2(self.markov_head(hidden_states, previous_ids)).float()
+        return logits, self.confidence_logits(hidden_states, previous_ids)
+
+    def base_logits(self, hidden_states: torch.Tensor, head: nn.Module) -> torch.Tensor:
+        """Logits `[..., V]` in float32 of the target's head, before the sequential head."""
+        weight = next(head.parameters())
+        return head(hidden_states.to(weight.device, weight.dtype)).float().to(hidden_states.device)
+
+    def confidence_logits(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor | None:
+        """Logits `[...]` in float32 of P(accepted | all before accepted), or `None` without a confidence head."""
+        if self.confidence_head is None:
+            return None
+        embeds = self.markov_head.markov_w1(previous_ids) if self.markov_head is not None else None
+        return self.confidence_head(hidden_states, embeds).float()
+
+    def get_input_embeddings(self) -> nn.Module:
+        raise NotImplementedError("a drafter has no embeddings of its own: it shares the target's")
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        raise NotImplementedError("a drafter has no embeddings of its own: it shares the target's")
+
+    def _masks(
+        self,
+        anchor_rows: torch.Tensor,
+        num_new: int,
+        num_seen: int,
+        cache: Cache | None,
+        context_attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+    ) -> dict[str, torch.Tensor | None]:
+        """The mask of each kind of layer, for the context rows that its cache hands out."""
+        masks: dict[str, torch.Tensor | None] = {}
+        for kind in dict.fromkeys(self.config.layer_types or ()):
+            window = self.config.sliding_window if kind == "sliding_attention" else None
+            num_rows = num_seen
+            if cache is not None and window is not None:  # a sliding layer has kept the last window - 1 rows
+                num_rows = min(num_seen - num_new, window - 1) + num_new
+            if window is None and cache is not None and context_attention_mask is None and attention_mask is None:
+                masks[kind] = None
+                continue
+            mask = block_mask(
+                anchor_rows,
+                self.config.block_size,
+                num_rows,
+                num_seen,
+                window,
+                context_attention_mask,
+                attention_mask,
+            )
+            if self.config._attn_implementation == "eager":
+                dtype = self.dtype
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+            masks[kind] = mask
+        return masks
+
+    def _reads(
+        self,
+        noise_embeds: torch.Tensor,
+        context: torch.Tensor,
+        anchor_rows: torch.Tensor,
+        states: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Residuals `[num_outputs, B, A * G, d]` of the reader."""
+        if self.reader is None:
+            return None
+        anchor_embeds = noise_embeds[:, :: self.config.block_size]
+        last = (anchor_rows - 1)[..., None].expand(-1, -1, context.shape[-1])
+        features = context.gather(1, last.clamp_min(0)).masked_fill(last < 0, 0.0)  # nothing before a first token
+        return self.reader(states, anchor_embeds, features).flatten(2, 3)
+
+    def _check_inputs(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        anchor_positions: torch.Tensor | None,
+        states: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> None:
+        config = self.config
+        num_anchors = 1 if anchor_positions is None else anchor_positions.shape[1]
+        if noise_embeds.shape[1] != num_anchors * config.block_size:
+            raise ValueError(
+                f"`noise_embeds` must hold whole blocks: {num_anchors} of {config.block_size} slots, got "
+                f"{noise_embeds.shape[1]} slots"
+            )
+        width = len(config.target_layer_ids or ()) * config.hidden_size
+        if context_hidden_states.shape[-1] != width:
+            raise ValueError(
+                f"`context_hidden_states` must have {width} channels (target layers {config.target_layer_ids} of "
+                f"{config.hidden_size}), got {context_hidden_states.shape[-1]}"
+            )
+        if cache is not None and anchor_positions is not None:
+            raise ValueError("`anchor_positions` cannot be combined with a `cache`: it serves one block at the end")
+        if self.reader is None:
+            return
+        expected = [noise_embeds.shape[0], num_anchors, len(config.state_layer_ids or ()), *(config.state_shape or ())]
+        if states is None or list(states.shape) != expected:
+            got = None if states is None else list(states.shape)
+            raise ValueError(f"`states` of a drafter with a reader must be [B, A, N, H, K, V] = {expected}, got {got}")

@@ -1,0 +1,95 @@
+"""Reads the target's committed recurrent states into the draft, as a residual.
+
+For slot j of a block, recurrent layer l, head h:   o = S^T q,   q = q_static[j, l, h] (+ a term from the anchor's
+embedding and the last context feature). S is the *committed* state: it has consumed every token before the anchor and
+nothing of any rejected draft. Reads of all layers and heads are mapped down, then up into the drafter's hidden size;
+the up map starts at zero, so that an untrained reader changes nothing.
+
+Shapes: B batch, A anchors, G slots, N recurrent layers that are read, H heads, K key and V value channels of a state.
+What a reader reads is ReaDy's (arXiv 2610.20503); the form of queries, maps, normalisation and gate is ours.
+"""
+
+import torch
+from torch import nn
+
+from ready_hf.configuration_ready import ReadyDrafterConfig
+
+
+class StateReader(nn.Module):
+    """Queries, read and map; see the module docstring.
+
+    Args:
+        config (`ReadyDrafterConfig`): With `state_layer_ids` and `state_shape`.
+    """
+
+    def __init__(self, config: ReadyDrafterConfig):
+        super().__init__()
+        assert config.state_layer_ids is not None
+        assert config.state_shape is not None
+        layers, (heads, keys, values) = len(config.state_layer_ids), config.state_shape
+        self.query_shape = (layers, heads, keys)
+        self.conditioning = tuple(sorted(config.reader_conditioning or ()))
+        self.normalization, self.eps = config.reader_normalization, config.rms_norm_eps
+        self.num_outputs = config.num_hidden_layers if config.reader_injection == "layers" else 1
+        self.query = nn.Parameter(torch.empty(config.block_size, *self.query_shape))
+        if self.conditioning:
+            inputs, outputs = len(self.conditioning) * config.hidden_size, layers * heads * keys
+            if config.reader_query_rank is None:
+                self.query_proj: nn.Module = nn.Linear(inputs, outputs, bias=False)
+            else:
+                rank = config.reader_query_rank
+                self.query_proj = nn.Sequential(
+                    nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+                )
+        if config.reader_projection == "bilinear":
+            self.head_map = nn.Parameter(torch.empty(layers, heads, values, config.reader_rank))
+            latent = layers * heads * config.reader_rank
+        else:
+            self.down_proj = nn.Linear(layers * heads * values, config.reader_rank, bias=False)
+            latent = config.reader_rank
+        self.gate_proj = nn.Linear(config.hidden_size, latent) if config.reader_gate else None
+        self.up_proj = nn.Linear(latent, self.num_outputs * config.hidden_size, bias=False)
+
+    def queries(self, anchor_embeds: torch.Tensor, context_features: torch.Tensor) -> torch.Tensor:
+        """Queries `[B, A, G, N, H, K]` from anchor embeddings and the last context features, both `[B, A, d]`."""
+        if not self.conditioning:
+            return self.query.expand(*anchor_embeds.shape[:2], *self.query.shape)
+        inputs = {"anchor": _unit_rms(anchor_embeds, self.eps), "context": context_features}
+        added = self.query_proj(torch.cat([inputs[name] for name in self.conditioning], dim=-1))
+        return self.query + added.view(*added.shape[:2], 1, *self.query_shape)
+
+    def read(self, queries: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """o = S^T q: `[B, A, G, N, H, V]` from queries `[B, A, G, N, H, K]` and states `[B, A, N, H, K, V]`."""
+        if self.normalization == "state":
+            states = states / (states.float().square().sum((-1, -2), keepdim=True) + self.eps).sqrt().to(states.dtype)
+        reads = torch.einsum("bagnhk,banhkv->bagnhv", queries.to(states.dtype), states)
+        return _unit_rms(reads, self.eps) if self.normalization == "read" else reads
+
+    def project(self, reads: torch.Tensor, anchor_embeds: torch.Tensor) -> torch.Tensor:
+        """Residuals `[num_outputs, B, A, G, d]` from reads `[B, A, G, N, H, V]` and anchor embeddings `[B, A, d]`."""
+        if hasattr(self, "head_map"):
+            latent = torch.einsum("bagnhv,nhvr->bagnhr", reads, self.head_map).flatten(3)
+        else:
+            latent = self.down_proj(reads.flatten(3))
+        if self.gate_proj is not None:
+            latent = latent * torch.sigmoid(self.gate_proj(_unit_rms(anchor_embeds, self.eps)))[:, :, None]
+        return torch.stack(self.up_proj(latent).chunk(self.num_outputs, dim=-1))
+
+    def forward(
+        self, states: torch.Tensor, anchor_embeds: torch.Tensor, context_features: torch.Tensor
+    ) -> torch.Tensor:
+        """Residuals `[num_outputs, B, A, G, d]`: one for the whole block, or one per drafter layer.
+
+        Args:
+            states (`torch.Tensor` of shape `[B, A, N, H, K, V]`): Committed states before every anchor, any float
+                dtype.
+            anchor_embeds (`torch.Tensor` of shape `[B, A, d]`): The target's embeddings of the anchors.
+            context_features (`torch.Tensor` of shape `[B, A, d]`): The fused feature of the position before each.
+        """
+        dtype = self.up_proj.weight.dtype
+        reads = self.read(self.queries(anchor_embeds, context_features).float(), states.float())
+        return self.project(reads.to(dtype), anchor_embeds)
+
+
+def _unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)).to(x.dtype)
