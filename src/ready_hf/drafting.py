@@ -95,6 +95,10 @@ class DraftSession:
             return context.input_ids[:, :0], None
         return self._tokens(hidden_states, logits, context)
 
+    def states(self, context: DraftContext) -> torch.Tensor | None:
+        """What the reader reads in this round: the committed states `[B, N, H, K, V]`; `None` without a reader."""
+        return committed_states(context.cache, self._state_layers) if self._state_layers else None
+
     def _block(self, context: DraftContext) -> torch.Tensor:
         """Hidden states `[B, G, d]` of the block; the features of the round join the context."""
         device, dtype = self._drafter.device, self._drafter.dtype
@@ -107,14 +111,12 @@ class DraftSession:
         mask = None
         if context.attention_mask is not None and self._is_padded:
             mask = context.attention_mask[:, length - 1 - self._num_rows : length - 1].to(device)
-        states = None
-        if self._state_layers:
-            states = committed_states(context.cache, self._state_layers)[:, None].to(device)
+        states = self.states(context)
         anchors = positions[:, length - 1 :].to(device)
         outputs = self._drafter(
             noise_embeds=self._noise_embeds(context.input_ids[:, -1:]).to(device, dtype),
             context_hidden_states=features.to(device, dtype),
-            states=states,
+            states=None if states is None else states[:, None].to(device),
             context_attention_mask=mask,
             position_ids=anchors + torch.arange(self.block_size, device=device),
             context_position_ids=positions[:, length - 1 - num_new : length - 1].to(device),
