@@ -165,6 +165,7 @@ class ReadyCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList,
     ):
         self.drafter = drafter
+        self.most_drafts = drafter.block_size
         self.do_sample = bool(generation_config.do_sample)
         self.warpers = sampling_warpers(logits_processor)
         self._features: list[dict[int, torch.Tensor]] = []

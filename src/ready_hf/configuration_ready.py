@@ -4,6 +4,9 @@ Flat, with the target's `vocab_size`, as transformers' assisted generation expec
 is derived by `ReadyDrafterConfig.for_target`; `check_target` names what does not fit, on both sides.
 """
 
+import os
+from pathlib import Path
+from dataclasses import fields
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
@@ -14,6 +17,12 @@ from ready_hf.target_shape import TargetShape, special_token_ids, target_shape
 
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 2, 31
+
+# Every saved folder carries one line of code, so that `trust_remote_code=True` finds the classes of the installed
+# package without `import ready_hf`. No source is copied: there is one implementation, and it is the installed one.
+SHIM_FILE = "ready.py"
+SHIM = "from ready_hf import ReadyDrafterConfig, ReadyDrafterModel  # noqa: F401\n"
+AUTO_MAP = {"AutoConfig": "ready.ReadyDrafterConfig", "AutoModel": "ready.ReadyDrafterModel"}
 
 
 @strict
@@ -180,6 +189,16 @@ class ReadyDrafterConfig(PreTrainedConfig):
         if not set(self.reader_conditioning or ()) <= allowed:
             raise ValueError(f"`reader_conditioning` must be out of {sorted(allowed)}, got {self.reader_conditioning}")
 
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As in transformers; the shim for `trust_remote_code=True` is written next to the configuration."""
+        self.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        (Path(save_directory) / SHIM_FILE).write_text(SHIM, encoding="utf-8")
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Does nothing: a saved folder points at the installed package already, and source is never copied."""
+
     @classmethod
     def for_target(
         cls,
@@ -205,8 +224,12 @@ class ReadyDrafterConfig(PreTrainedConfig):
         Raises:
             UnsupportedTargetError: a target that cannot be decoded with, or a reader for a target without recurrent
             states.
+            TypeError: an unknown field.
             ValueError: no free id for the mask token, or a field that is not allowed.
         """
+        unknown = sorted(set(options) - {field.name for field in fields(cls)})
+        if unknown:
+            raise TypeError(f"{cls.__name__} has no field {', '.join(map(repr, unknown))}")
         shape = target_shape(target)
         config = target if isinstance(target, PreTrainedConfig) else target.config
         special = special_token_ids(config)

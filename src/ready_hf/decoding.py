@@ -11,6 +11,7 @@ Batches advance together, by the fewest accepted drafts of any unfinished row. E
 prefix of a block; a block ends where a row finishes, so that the cache is that of plain `generate`, padding included.
 """
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -27,6 +28,8 @@ from ready_hf.rollback import Rollback, check_cache
 from ready_hf.statistics import CallStats
 from ready_hf.target import CACHE_NAME, check_target, ensure_patched
 
+
+logger = logging.getLogger(__name__)
 
 # Options that are a way of decoding of their own, or change what is decoded.
 EXCLUSIVE_OPTIONS = (
@@ -88,6 +91,16 @@ def speculative_decoding(
             )
         if callable(getattr(generator, "close", None)):
             stack.callback(generator.close)
+        most = getattr(generator, "most_drafts", None)  # of a block drafter
+        if most is not None and num_assistant_tokens is not None and num_assistant_tokens > most:
+            logger.warning(
+                "ready_hf: num_assistant_tokens=%d, but %s drafts %d tokens per round, as it was trained to: going on "
+                "with %d",
+                num_assistant_tokens,
+                type(drafter).__name__,
+                most,
+                most,
+            )
 
         with call.timing("prefill"), _reading_target(generator):
             outputs = model._prefill(input_ids, generation_config, model_kwargs)

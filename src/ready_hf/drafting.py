@@ -41,9 +41,14 @@ class DraftingMixin:
         """A generator for one `generate` call; see `ready_hf.Drafter`.
 
         Raises:
-            ValueError: the drafter was not made for this target.
+            ValueError: the drafter was not made for this target, or the prompt has ids beyond its vocabulary.
         """
         self.config.check_target(target)
+        lowest, highest = (int(input_ids.min()), int(input_ids.max())) if input_ids.numel() else (0, 0)
+        if lowest < 0 or highest >= self.config.vocab_size:
+            raise ValueError(
+                f"the prompt has token ids from {lowest} to {highest}; allowed are 0 to {self.config.vocab_size - 1}"
+            )
         return ReadyCandidateGenerator(DraftSession(self, target), target, generation_config, logits_processor)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,6 +84,7 @@ class DraftSession:
         is_windowed = "full_attention" not in (config.layer_types or ())
         # older rows are out of every slot's window
         self._oldest_row = config.sliding_window - 1 if is_windowed and config.sliding_window else None
+        self._num_tokens = 0  # tokens before the anchor
         self._num_rows = 0  # context rows handed to the drafter so far
         self._is_padded: bool | None = None
 
@@ -103,37 +109,38 @@ class DraftSession:
         """Hidden states `[B, G, d]` of the block; the features of the round join the context."""
         device, dtype = self._drafter.device, self._drafter.dtype
         features = torch.cat([context.features[i] for i in self.target_layer_ids], dim=-1)
+        # a prompt of embeddings has rows but no ids
+        self._num_tokens = max(context.input_ids.shape[1] - 1, self._num_tokens + features.shape[1])
         if self._oldest_row is not None:
             features = features[:, -self._oldest_row :]
-        num_new, length = features.shape[1], context.input_ids.shape[1]
+        num_new, length = features.shape[1], self._num_tokens
         self._num_rows += num_new
-        positions = self._positions(context)
+        positions = self._positions(context, num_new + 1).to(device)
         mask = None
         if context.attention_mask is not None and self._is_padded:
-            mask = context.attention_mask[:, length - 1 - self._num_rows : length - 1].to(device)
+            mask = context.attention_mask[:, length - self._num_rows : length].to(device)
         states = self.states(context)
-        anchors = positions[:, length - 1 :].to(device)
         outputs = self._drafter(
             noise_embeds=self._noise_embeds(context.input_ids[:, -1:]).to(device, dtype),
             context_hidden_states=features.to(device, dtype),
             states=None if states is None else states[:, None].to(device),
             context_attention_mask=mask,
-            position_ids=anchors + torch.arange(self.block_size, device=device),
-            context_position_ids=positions[:, length - 1 - num_new : length - 1].to(device),
+            position_ids=positions[:, -1:] + torch.arange(self.block_size, device=device),
+            context_position_ids=positions[:, :-1],
             cache=self._cache,
             use_cache=True,
         )
         return outputs.last_hidden_state
 
-    def _positions(self, context: DraftContext) -> torch.Tensor:
-        """Position of every token `[B, L]`, padding not counted: the target's own."""
-        batch, length = context.input_ids.shape
+    def _positions(self, context: DraftContext, count: int) -> torch.Tensor:
+        """Positions of the last `count` tokens, the anchor's last, `[B, count]`: the target's own, without padding."""
         mask = context.attention_mask
         if self._is_padded is None:
             self._is_padded = mask is not None and not bool(mask.all())
         if mask is not None and self._is_padded:
-            return (mask.long().cumsum(-1) - 1).clamp_min(0)
-        return torch.arange(length, device=context.input_ids.device).expand(batch, -1)
+            return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -count:]
+        positions = torch.arange(self._num_tokens + 1 - count, self._num_tokens + 1, device=context.input_ids.device)
+        return positions.expand(len(context.input_ids), -1)
 
     def _noise_embeds(self, anchors: torch.Tensor) -> torch.Tensor:
         masks = anchors.new_full((anchors.shape[0], self.block_size - 1), self._config.mask_token_id)

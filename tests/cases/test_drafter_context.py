@@ -1,0 +1,121 @@
+"""Cases of category drafter-context with real drafters: C09, C54, C55, C56 (C53 is in test_training_loop.py)."""
+
+import copy
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from support import cache_argument, cache_of, plain_ids, random_prompt, tiny_target, trained_target
+from test_drafting import drafter_for
+
+import ready_hf
+from ready_hf import ReadyDrafterModel
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The keyword arguments of every drafter forward."""
+    seen = []
+    original = ReadyDrafterModel.forward
+
+    def forward(self, *args, **kwargs):
+        seen.append(kwargs)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(ReadyDrafterModel, "forward", forward)
+    return seen
+
+
+def generate(model, ids, **kwargs):
+    return model.generate(ids, **{"do_sample": False, "max_new_tokens": 16} | kwargs)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_c09_second_turn_with_a_real_drafter(calls, window):
+    target, reference = tiny_target("qwen3_5"), plain_ids("qwen3_5")
+    drafter = drafter_for(target, sliding_window=window)
+    first = generate(target, reference[:, :12], max_new_tokens=88, return_dict_in_generate=True)
+    ids = torch.cat([first.sequences, random_prompt(10, seed=9)], dim=1)
+    want = generate(target, ids, **cache_argument(copy.deepcopy(cache_of(first))))
+    got = generate(target, ids, assistant_model=drafter, **cache_argument(cache_of(first)))
+    assert torch.equal(got, want)
+    rows = calls[0]["context_hidden_states"]
+    assert rows.shape[1] == 11  # turn 1's anchor and the new tokens; no rows made up for the tokens before
+    assert calls[0]["context_position_ids"].tolist() == [list(range(99, 110))]
+    assert rows.abs().amax(-1).min() > 0
+
+
+@pytest.mark.parametrize("depth", [10, 100, 1000])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_c54_positions_are_the_true_ones(calls, depth, padding):
+    target = trained_target()
+    drafter = drafter_for(target, sliding_window=64)
+    ids = random_prompt(depth, vocab_size=500)
+    mask = torch.ones_like(ids)
+    if padding:
+        ids, mask = (torch.nn.functional.pad(x, (padding, 0)) for x in (ids, mask))
+    with ready_hf.record_stats() as stats:
+        generate(target, ids, attention_mask=mask, assistant_model=drafter)
+    assert stats.rounds - 1 <= len(calls) <= stats.rounds  # no room for a draft in the last round
+    assert len(calls) > 3
+    expected = depth  # of the anchor after the prompt
+    for call in calls:
+        slots, rows = call["position_ids"][0].tolist(), call["context_position_ids"][0].tolist()
+        assert slots == list(range(slots[0], slots[0] + 6))
+        assert slots[0] >= expected
+        expected = slots[0] + 1
+        assert rows[-1] == slots[0] - 1
+        assert rows == list(range(max(0, rows[-1] - len(rows) + 1), rows[-1] + 1)) or padding
+
+
+@pytest.mark.parametrize("chunk_size", [16, 7])
+def test_c55_prefill_in_chunks_with_a_real_drafter(calls, chunk_size):
+    target, prompt = tiny_target("qwen3_5"), random_prompt(50)
+    drafter = drafter_for(target)
+    want = generate(target, prompt, assistant_model=drafter)
+    whole = calls[0]["context_hidden_states"]
+    calls.clear()
+    got = generate(target, prompt, assistant_model=drafter, prefill_chunk_size=chunk_size)
+    assert torch.equal(got, want)
+    assert torch.equal(got, generate(target, prompt))
+    rows = calls[0]["context_hidden_states"]
+    assert rows.shape[1] == 50
+    assert (rows - whole).abs().max() < 1e-4
+
+
+def test_c56_first_and_last_layer_and_one_beyond():
+    target = tiny_target("qwen3_5")
+    prompt = random_prompt(9)
+    plain = generate(target, prompt)
+    for ids in ([0, 3], [3]):
+        drafter = drafter_for(target, target_layer_ids=ids)
+        assert torch.equal(generate(target, prompt, assistant_model=drafter), plain)
+    with pytest.raises(
+        StrictDataclassClassValidationError,
+        match=r"`target_layer_ids` must be different decoder layers of the target, 0 to 3",
+    ):
+        drafter_for(target, target_layer_ids=[1, 4])
+
+
+def test_the_last_layer_is_read_before_the_final_norm(calls):
+    target = tiny_target("qwen3_5")
+    prompt = random_prompt(9)
+    generate(target, prompt, assistant_model=drafter_for(target, target_layer_ids=[3]))
+    with torch.no_grad():
+        normed = target.get_decoder()(prompt).last_hidden_state
+        rows = target.get_decoder().norm(calls[0]["context_hidden_states"])
+    assert (rows - normed).abs().max() < 1e-4
+
+
+def test_a_prompt_of_embeddings():
+    target = trained_target()
+    ids = random_prompt(20, vocab_size=500)
+    embeds = target.get_input_embeddings()(ids)
+    options = {"max_new_tokens": 16, "do_sample": False}
+    want = target.generate(inputs_embeds=embeds, attention_mask=torch.ones_like(ids), **options)
+    for window in (None, 12):
+        drafter = drafter_for(target, sliding_window=window)
+        got = target.generate(
+            inputs_embeds=embeds, attention_mask=torch.ones_like(ids), assistant_model=drafter, **options
+        )
+        assert torch.equal(got, want)
