@@ -26,7 +26,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation.streamers import BaseStreamer
 
 import ready_hf
-from ready_hf import DraftContext, ReadyCandidateGenerator
+from ready_hf import DraftContext, ReadyCandidateGenerator, ReadyDrafterConfig, ReadyDrafterModel
 from ready_hf.target import CACHE_NAME
 
 
@@ -270,6 +270,18 @@ def partly_right(reference: torch.Tensor, share: float, block_size: int = 8, see
     generator = torch.Generator().manual_seed(seed)
     table = torch.rand(1000, 64, generator=generator) < share
     return ScriptedDrafter(reference, block_size, lambda round_, position: bool(table[round_ % 1000, position]))
+
+
+def drafter_for(target, seed=0, **options) -> ReadyDrafterModel:
+    """A random drafter whose reader and sequential head do something."""
+    torch.manual_seed(seed)
+    options = {"mask_token_id": 1, "block_size": 6, "intermediate_size": 64, "markov_rank": 8, **options}
+    drafter = ReadyDrafterModel(ReadyDrafterConfig.for_target(target, **options)).eval()
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if name.endswith(("up_proj.weight", "markov_w2.weight")) and "mlp" not in name:
+                parameter.normal_(std=0.3)
+    return drafter
 
 
 @functools.cache

@@ -4,29 +4,26 @@ import logging
 
 import pytest
 import torch
-from support import FAMILIES, StateCheck, fresh_states, random_prompt, tiny_target, trained_target, trained_tokenizer
 
 import ready_hf
-from ready_hf import ReadyDrafterConfig, ReadyDrafterModel
+from ready_hf import ReadyDrafterModel
 from ready_hf.drafting import DraftSession
 from ready_hf.target import MAMBA2, recurrent_layers
+from support import (
+    FAMILIES,
+    StateCheck,
+    drafter_for,
+    fresh_states,
+    random_prompt,
+    tiny_target,
+    trained_target,
+    trained_tokenizer,
+)
 
 
 EDIT = (
     "<file>\ndef area(width, height):\n    total = width * height\n    return total\n</file>\n# Rename total to size\n"
 )
-
-
-def drafter_for(target, seed=0, **options) -> ReadyDrafterModel:
-    """A random drafter whose reader and sequential head do something."""
-    torch.manual_seed(seed)
-    options = {"mask_token_id": 1, "block_size": 6, "intermediate_size": 64, "markov_rank": 8, **options}
-    drafter = ReadyDrafterModel(ReadyDrafterConfig.for_target(target, **options)).eval()
-    with torch.no_grad():
-        for name, parameter in drafter.named_parameters():
-            if name.endswith(("up_proj.weight", "markov_w2.weight")) and "mlp" not in name:
-                parameter.normal_(std=0.3)
-    return drafter
 
 
 @pytest.fixture

@@ -4,12 +4,11 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassClassValidationError
-from support import FAMILIES, random_prompt, tiny_target, trained_target, trained_tokenizer
-from test_drafting import drafter_for
 from transformers import AutoModelForCausalLM
 
 import ready_hf
 from ready_hf import ReadyDrafterConfig, ReadyDrafterModel
+from support import FAMILIES, drafter_for, random_prompt, tiny_target, trained_target, trained_tokenizer
 
 
 @pytest.mark.parametrize("tied", [True, False])
