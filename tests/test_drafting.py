@@ -1,17 +1,21 @@
 """Drafting with real drafter models inside `generate`: what they are shown, what they keep, what they refuse."""
 
 import logging
+import statistics
+import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 import ready_hf
-from ready_hf import ReadyDrafterModel
+from ready_hf import DraftContext, ReadyDrafterModel
 from ready_hf.drafting import DraftSession
 from ready_hf.target import MAMBA2, recurrent_layers
 from support import (
     FAMILIES,
     StateCheck,
+    cache_of,
     drafter_for,
     fresh_states,
     random_prompt,
@@ -86,21 +90,19 @@ def test_states_of_a_round_are_those_of_a_fresh_forward_in_one_layout(family, co
 def test_a_reader_that_reads_another_state_drafts_something_else(prompt, monkeypatch):
     """Negative control: the states do reach the drafts."""
     target = trained_target()
-    drafter = drafter_for(target)
-    rounds = {}
-    for name, change in (("real", lambda s: s), ("zeros", torch.zeros_like)):
-        original = DraftSession.states
-        seen = rounds.setdefault(name, [])
-        with monkeypatch.context() as patch:
-            patch.setattr(DraftSession, "states", lambda self, context, c=change, o=original: c(o(self, context)))
-            base = ReadyDrafterModel.base_logits
-            patch.setattr(
-                ReadyDrafterModel,
-                "base_logits",
-                lambda self, h, head, s=seen: s.append(h.clone()) or base(self, h, head),
-            )
-            target.generate(**prompt, max_new_tokens=4, do_sample=False, assistant_model=drafter)
-    assert (rounds["real"][0] - rounds["zeros"][0]).abs().max() > 1e-3
+    drafter, states, base_logits = drafter_for(target), DraftSession.states, ReadyDrafterModel.base_logits
+    seen = []
+
+    def spy(self, hidden_states, head):
+        seen.append(hidden_states.clone())
+        return base_logits(self, hidden_states, head)
+
+    monkeypatch.setattr(ReadyDrafterModel, "base_logits", spy)
+    target.generate(**prompt, max_new_tokens=3, do_sample=False, assistant_model=drafter)
+    monkeypatch.setattr(DraftSession, "states", lambda self, context: torch.zeros_like(states(self, context)))
+    target.generate(**prompt, max_new_tokens=3, do_sample=False, assistant_model=drafter)
+    assert len(seen) == 2
+    assert (seen[0] - seen[1]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("window", [None, 8])
@@ -265,3 +267,34 @@ def test_states_of_a_padded_batch_skip_the_padding():
         target.generate(**inputs, max_new_tokens=12, do_sample=False, assistant_model=drafter)
     assert check.rounds > 1
     assert check.worst < 1e-5
+
+
+@pytest.mark.slow
+def test_a_round_of_a_windowed_drafter_costs_the_same_at_any_context():
+    """Draft time at 8192 tokens of context against 1024, in turn; best of three tries, as the machine is shared."""
+    target = trained_target()
+    drafter = drafter_for(target, sliding_window=64)
+    generator = torch.Generator().manual_seed(0)
+
+    def rounds(length: int) -> Iterator[float]:
+        ids = torch.randint(3, 500, (1, length), generator=generator)
+        ids_of_layers = drafter.config.target_layer_ids
+        with ready_hf.FeatureCapture(target, ids_of_layers) as capture:
+            cache = cache_of(target(ids, use_cache=True))
+            features = capture.take()
+        session = DraftSession(drafter, target)
+        while True:
+            ids = torch.cat([ids, ids[:, :3]], dim=1)
+            context = DraftContext(ids, cache, features, None, 6, False, [])
+            start = time.perf_counter()
+            session.draft(context)
+            yield time.perf_counter() - start
+            features = {i: rows[:, :3] for i, rows in features.items()}
+
+    ratios = []
+    with torch.no_grad():
+        short, long = rounds(1024), rounds(8192)
+        for _ in range(3):
+            pairs = [(next(short), next(long)) for _ in range(60)]
+            ratios.append(statistics.median(b for _, b in pairs) / statistics.median(a for a, _ in pairs))
+    assert min(ratios) < 1.10, ratios
