@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, eag
 from ready_hf.configuration_ready import ReadyDrafterConfig
 
 
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [B, T, head_dim]
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of new context and block, [B, n + Q, head_dim]
 
 
 class BlockAttention(nn.Module):
@@ -47,19 +47,23 @@ class BlockAttention(nn.Module):
         hidden_states: torch.Tensor,
         context: torch.Tensor,
         rotation: Rotation,
-        context_rotation: Rotation,
         attention_mask: torch.Tensor | None,
         cache: Cache | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`[B, Q, d]` and the attention weights, from normed hidden states `[B, Q, d]` and new context `[B, n, d]`."""
-        queries = _rotated(self._heads(self.q_proj(hidden_states), self.q_norm), rotation)
-        keys, values = self._keys_values(hidden_states, rotation)
-        context_keys, context_values = self._keys_values(context, context_rotation)
-        if cache is not None:
-            context_keys, context_values = cache.update(context_keys, context_values, self.layer_idx)
-        keys = torch.cat([context_keys, keys], dim=2)
-        values = torch.cat([context_values, values], dim=2)
+        rows = context.shape[1]
+        queries = _rotated(
+            self._heads(self.q_proj(hidden_states), self.q_norm), (rotation[0][:, rows:], rotation[1][:, rows:])
+        )
+        inputs = torch.cat([context, hidden_states], dim=1)
+        keys = _rotated(self._heads(self.k_proj(inputs), self.k_norm), rotation)
+        values = self._heads(self.v_proj(inputs))
+        if cache is not None:  # of the context only
+            kept = cache.update(keys[:, :, :rows], values[:, :, :rows], self.layer_idx)
+            keys, values = (
+                torch.cat([old, new[:, :, rows:]], dim=2) for old, new in zip(kept, (keys, values), strict=True)
+            )
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(
             self,
@@ -72,10 +76,6 @@ class BlockAttention(nn.Module):
             **kwargs,
         )
         return self.o_proj(output.flatten(2)), weights
-
-    def _keys_values(self, inputs: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = _rotated(self._heads(self.k_proj(inputs), self.k_norm), rotation)
-        return keys, self._heads(self.v_proj(inputs))
 
     def _heads(self, projected: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
         """`[B, T, heads * head_dim]` to `[B, heads, T, head_dim]`."""
@@ -98,14 +98,13 @@ class DrafterLayer(GradientCheckpointingLayer):
         hidden_states: torch.Tensor,
         context: torch.Tensor,
         rotation: Rotation,
-        context_rotation: Rotation,
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """`[B, Q, d]` to `[B, Q, d]`; see `BlockAttention`. The context is normed already (`hidden_norm`)."""
         attended, _ = self.self_attn(
-            self.input_layernorm(hidden_states), context, rotation, context_rotation, attention_mask, cache, **kwargs
+            self.input_layernorm(hidden_states), context, rotation, attention_mask, cache, **kwargs
         )
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))

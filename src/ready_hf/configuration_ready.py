@@ -5,8 +5,8 @@ is derived by `ReadyDrafterConfig.for_target`; `check_target` names what does no
 """
 
 import os
-from pathlib import Path
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict

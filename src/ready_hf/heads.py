@@ -13,6 +13,12 @@ from torch import nn
 from ready_hf.configuration_ready import ReadyDrafterConfig
 
 
+class ZeroLinear(nn.Linear):
+    """A linear map that starts at zero: transformers initialises it by its class, as `SequentialHead` has no weights
+    of its own and is passed over.
+    """
+
+
 class SequentialHead(nn.Module):
     """Low-rank correction of the logits by the previous token (DSpark paper, sequential head).
 
@@ -27,7 +33,7 @@ class SequentialHead(nn.Module):
         super().__init__()
         self.kind, self.rank = config.markov_head_type, config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, self.rank)
-        self.markov_w2 = nn.Linear(self.rank, config.vocab_size, bias=False)
+        self.markov_w2 = ZeroLinear(self.rank, config.vocab_size, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(config.hidden_size + self.rank, self.rank)
         elif self.kind == "rnn":

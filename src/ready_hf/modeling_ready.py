@@ -5,6 +5,7 @@ tensors or modules in every call and never stored, neither in the module nor in 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,8 @@ from transformers.utils.output_capturing import capture_outputs
 from ready_hf.backbone import BlockAttention, DrafterLayer, block_mask
 from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.drafting import DraftingMixin
-from ready_hf.heads import ConfidenceHead, SequentialHead
+from ready_hf.heads import ConfidenceHead, SequentialHead, ZeroLinear
+from ready_hf.hub import push_to_hub
 from ready_hf.state_reader import StateReader
 
 
@@ -55,11 +57,56 @@ class ReadyDrafterPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": DrafterLayer, "attentions": BlockAttention}
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
+        """As in transformers, except that a checkpoint must fit: no tensor is made up or left out silently.
+
+        With `output_loading_info=True` the caller is told instead, and `ignore_mismatched_sizes=True` allows other
+        shapes, as in transformers.
+
+        Raises:
+            RuntimeError: naming the tensors that are missing, have another shape, or belong to no module.
+        """
+        if pretrained_model_name_or_path is None or kwargs.get("output_loading_info"):
+            return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        other_shapes_allowed = kwargs.pop("ignore_mismatched_sizes", False)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path,
+            *model_args,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **kwargs,
+        )
+        problems = [f"missing: {name}" for name in sorted(info["missing_keys"])]
+        if not other_shapes_allowed:
+            problems += [
+                f"{name} has shape {list(found)}, and the configuration wants {list(wanted)}"
+                for name, found, wanted in sorted(info["mismatched_keys"])
+            ]
+        problems += [f"belongs to no module: {name}" for name in sorted(info["unexpected_keys"])]
+        if problems:
+            raise RuntimeError(
+                f"the checkpoint {str(pretrained_model_name_or_path)!r} does not fit its configuration, so the "
+                "drafter is not loaded: " + "; ".join(problems)
+            )
+        return model
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Does nothing: a saved folder points at the installed package already, and source is never copied."""
+
+    def push_to_hub(self, repo_id: str, *, base_model: str | None = None, **kwargs: Any) -> Any:
+        """Uploads configuration, weights, shim and a model card; see `ready_hf.hub.push_to_hub`.
+
+        A card that the repository has already is kept, unless something to put on a new one is given.
+        """
+        return push_to_hub(self, repo_id, base_model=base_model, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, SequentialHead):
-            init.zeros_(module.markov_w2.weight)
+        if isinstance(module, ZeroLinear):
+            init.zeros_(module.weight)
         elif isinstance(module, StateReader):
             init.normal_(module.query, std=module.query.shape[-1] ** -0.5)
             if hasattr(module, "head_map"):
@@ -142,8 +189,7 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
             context_position_ids = torch.arange(num_past, num_seen, device=device).expand(batch, -1)
 
         context = self.hidden_norm(self.fc(context_hidden_states))
-        rotation = self.rotary_emb(noise_embeds, position_ids)
-        context_rotation = self.rotary_emb(context, context_position_ids)
+        rotation = self.rotary_emb(context, torch.cat([context_position_ids, position_ids], dim=1))
         masks = self._masks(anchor_positions, num_new, num_seen, cache, context_attention_mask, attention_mask)
         reads = self._reads(noise_embeds, context, anchor_positions - num_past, states)
 
@@ -151,7 +197,7 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
         for index, (layer, kind) in enumerate(zip(self.layers, self.config.layer_types or (), strict=True)):
             if reads is not None and (injection == "layers" or (injection == "input" and index == 0)):
                 hidden_states = hidden_states + reads[index]
-            hidden_states = layer(hidden_states, context, rotation, context_rotation, masks[kind], cache, **kwargs)
+            hidden_states = layer(hidden_states, context, rotation, masks[kind], cache, **kwargs)
         if reads is not None and injection == "head":
             hidden_states = hidden_states + reads[0]
         return ReadyDrafterOutput(last_hidden_state=self.norm(hidden_states), cache=cache if use_cache else None)
@@ -237,8 +283,8 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
         if self.reader is None:
             return None
         anchor_embeds = noise_embeds[:, :: self.config.block_size]
-        last = (anchor_rows - 1)[..., None].expand(-1, -1, context.shape[-1])
-        features = context.gather(1, last.clamp_min(0)).masked_fill(last < 0, 0.0)  # nothing before a first token
+        rows = nn.functional.pad(context, (0, 0, 1, 0))  # row r - 1 is now row r; zeros before a first token
+        features = rows.gather(1, anchor_rows[..., None].expand(-1, -1, context.shape[-1]))
         return self.reader(states, anchor_embeds, features).flatten(2, 3)
 
     def _check_inputs(

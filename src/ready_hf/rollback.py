@@ -34,6 +34,7 @@ from transformers.cache_utils import (
 
 from ready_hf.kernels import (
     Window,
+    gated_delta_block,
     gated_delta_window,
     grouped_query,
     mamba2_window,
@@ -41,7 +42,7 @@ from ready_hf.kernels import (
     window_outputs,
     window_state,
 )
-from ready_hf.target import MAMBA2, RecurrenceCall, UnsupportedTargetError, observing_recurrence
+from ready_hf.target import GATED_DELTA_RULE, MAMBA2, RecurrenceCall, UnsupportedTargetError, observing_recurrence
 
 
 # Blocks up to this length bypass the block function, which pads them to a chunk of 64 or more: where the step function
@@ -345,18 +346,21 @@ def _window(call: RecurrenceCall) -> Window:
 
 def _short_block(call: RecurrenceCall) -> tuple[tuple[torch.Tensor, torch.Tensor], Window]:
     """Outputs and final state of a short block in closed form, as the block function returns them, and its window."""
-    a, window = call.arguments, _window(call)
+    a = call.arguments
     if call.recurrence is MAMBA2:
-        base = None if a["initial_states"] is None else a["initial_states"].mT
+        window, base = _window(call), None if a["initial_states"] is None else a["initial_states"].mT
         x = a["hidden_states"].float()  # [B, T, H, V]
         output = window_outputs(grouped_query(a["C"], x.shape[2]), window, base).transpose(1, 2)
         if a.get("D") is not None:
             output = output + a["D"][..., None] * x
         return (output.contiguous(), window_state(window, base, x.shape[1]).mT.contiguous()), window
-    base, length = a["initial_state"], a["value"].shape[1]
-    query = scaled_query(a["query"], a["value"].shape[2], a.get("use_qk_l2norm_in_kernel", False))
-    output = window_outputs(query, window, base).transpose(1, 2).contiguous().to(a["query"].dtype)
-    return (output, window_state(window, base, length)), window
+    base, length, l2norm = a["initial_state"], a["value"].shape[1], a.get("use_qk_l2norm_in_kernel", False)
+    if call.recurrence is GATED_DELTA_RULE:
+        output, window = gated_delta_block(a["query"], a["key"], a["value"], a["g"], a["beta"], base, l2norm)
+    else:
+        query, window = scaled_query(a["query"], a["value"].shape[2], l2norm), _window(call)
+        output = window_outputs(query, window, base).transpose(1, 2)
+    return (output.contiguous().to(a["query"].dtype), window_state(window, base, length)), window
 
 
 def _by_step_rule(call: RecurrenceCall, keep: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

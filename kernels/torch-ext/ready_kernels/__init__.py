@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from .reference import (
     Window,
+    gated_delta_block,
     gated_delta_window,
     grouped_query,
     mamba2_window,
@@ -20,6 +21,7 @@ from .reference import (
 
 __all__ = [
     "Window",
+    "gated_delta_block",
     "gated_delta_window",
     "grouped_query",
     "mamba2_window",

@@ -1,0 +1,358 @@
+"""Train drafters for a small target on text that the target writes itself, and compare them.
+
+    python examples/train_small_target.py prepare --data small_data
+    python examples/train_drafter.py --target small_target --data small_data --out drafters
+
+The recipe, for every variant (`dspark` reads no states, `ready` reads those of all recurrent layers):
+
+- text: the target continues prompts of 32 to 96 tokens from its training corpus to rows of 512 tokens, three quarters
+  at temperature 1, a quarter greedily. The mask token is suppressed; the end-of-text token does not end a row.
+- every step: the same rows and anchors for all variants, 15 random anchors a row, blocks of 8.
+- AdamW, cosine schedule with warm-up, bfloat16 autocast on a GPU; the steps fit the slowest variant into `--seconds`.
+- evaluation of the saved bfloat16 weights on continuations of held-out prompts, tokens of the prompts left out. For
+  `ready` also with wrong states: zeros, another row's, the previous anchor's.
+
+Everything ends within `--limit` seconds; training is cut short if it must. A try on a CPU, with random prompts:
+
+    python examples/train_drafter.py --out tried --steps 3 --rows 8 --row 64 --batch 4 --anchors 4 --held 4
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import pathlib
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+from on_policy_text import continuations, read_tokens, write_rows
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
+
+import ready_hf
+from ready_hf import ReadyDrafterConfig, ReadyDrafterModel
+from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors, legal_anchors
+from ready_hf.losses import DraftingLoss
+from ready_hf.training import ReadyTrainer, ReadyTrainingArguments, drafting_sums
+
+
+STARTED = time.perf_counter()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPTS = (32, 96)  # shortest and longest, tokens
+RESERVE = 45.0  # seconds kept for evaluation and saving
+SPARE = 0.94  # share of the measured speed that is planned with
+CARD = """---
+license: apache-2.0
+library_name: ready_hf
+tags:
+- speculative-decoding
+---
+
+# {name}
+
+{kind} for the small target of ready_hf: {parameters:.2f} M parameters, blocks of {block}.
+
+| what | value |
+| --- | --- |
+| run | `{command}`, {date} |
+| on | {device} |
+| steps | {steps} of {batch} rows with {anchors} blocks each |
+| tokens a round, on sampled text | {sampled:.3f} |
+| tokens a round, on greedy text | {greedily:.3f} |
+
+Tokens a round are expected ones: 1 + the summed probabilities that a draft and all before it are accepted at
+temperature 1. They come from distributions on text that the target wrote after held-out prompts, not from decoding.
+
+Training text: the target's own continuations ({greedy:.0%} of the batches greedily, the others at temperature 1) of
+prompts of {shortest} to {longest} tokens, cut from the corpus that the target was trained on; rows of {row} tokens.
+"""
+
+
+def elapsed() -> float:
+    """Seconds since the program started."""
+    return time.perf_counter() - STARTED
+
+
+class Clock(TrainerCallback):
+    """Keeps the time after every step, and stops training at a deadline."""
+
+    def __init__(self, deadline: float):
+        self.deadline, self.times = deadline, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Also lets the other callbacks know that training should stop."""
+        self.times.append(elapsed())
+        if elapsed() > self.deadline:
+            control.should_training_stop = True
+        return control
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of token ids `[N, T]`."""
+
+    def __init__(self, ids: torch.Tensor):
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index].long()}
+
+
+def make_drafter(target: PreTrainedModel, variant: str, args: argparse.Namespace) -> ReadyDrafterModel:
+    """A fresh drafter; the same seed for all variants."""
+    torch.manual_seed(args.seed)
+    reader = {} if variant == "dspark" else {"reader_rank": args.reader_rank, "reader_query_rank": args.query_rank}
+    config = ReadyDrafterConfig.for_target(
+        target,
+        reader=variant != "dspark",
+        mask_token_id=args.mask_token_id,
+        block_size=args.block,
+        num_hidden_layers=args.layers,
+        intermediate_size=args.intermediate,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
+        head_dim=target.config.get_text_config().hidden_size // args.heads,
+        sliding_window=args.window or None,
+        markov_rank=args.markov_rank,
+        **reader,
+    )
+    return ReadyDrafterModel(config)
+
+
+def train(
+    target: PreTrainedModel,
+    drafter: ReadyDrafterModel,
+    rows: torch.Tensor,
+    steps: int,
+    deadline: float,
+    args: argparse.Namespace,
+    folder: str,
+) -> list[float]:
+    """Trains for `steps`, or until `deadline`; returns the times after every step. Nothing is kept in `folder`."""
+    options = ReadyTrainingArguments(
+        output_dir=folder,
+        max_steps=steps,
+        per_device_train_batch_size=args.batch,
+        num_anchors=args.anchors,
+        anchor_stride=args.stride,
+        learning_rate=args.lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=min(100, steps // 10),
+        weight_decay=0.01,
+        adam_beta2=0.95,
+        bf16=DEVICE == "cuda",
+        seed=args.seed,
+        data_seed=args.seed,
+        logging_steps=max(1, steps // 8),
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=DEVICE == "cuda",
+    )
+    clock = Clock(deadline)
+    trainer = ReadyTrainer(drafter, options, target=target, train_dataset=Rows(rows), callbacks=[clock])
+    trainer.train()
+    if trainer.num_skipped_steps:
+        print(f"{trainer.num_skipped_steps} steps were skipped: not finite", flush=True)
+    return clock.times
+
+
+def planned_steps(target: PreTrainedModel, rows: torch.Tensor, args: argparse.Namespace, folder: str) -> int:
+    """Steps that the slowest variant can do in `--seconds`, from a short run of a throw-away drafter."""
+    budget = min(args.seconds, (args.limit - RESERVE - 15 - elapsed()) / len(args.variants))
+    slowest = max(args.variants, key=lambda variant: variant != "dspark")
+    times = train(target, make_drafter(target, slowest, args), rows, 30, math.inf, args, folder)
+    per_step = (times[-1] - times[9]) / 20
+    steps = max(10, int(SPARE * budget / per_step))
+    print(f"{per_step * 1e3:.0f} ms a step of {slowest}: {steps} steps in {budget:.0f} s", flush=True)
+    return steps
+
+
+def wrong_states(states: torch.Tensor, kind: str) -> torch.Tensor:
+    """States `[B, A, N, H, K, V]` that a reader should not be served."""
+    if kind == "zeros":
+        return torch.zeros_like(states)
+    if kind == "another row's":
+        return states.roll(1, 0)
+    return torch.cat([states[:, :1], states[:, :-1]], dim=1)
+
+
+@torch.no_grad()
+def evaluate(
+    target: PreTrainedModel,
+    drafter: ReadyDrafterModel,
+    rows: torch.Tensor,
+    prompt: int,
+    args: argparse.Namespace,
+    change: Callable[[DraftingBatch], DraftingBatch] = lambda batch: batch,
+) -> dict[str, float]:
+    """Metrics over rows `[N, T]`, anchors spread over what follows the prompt."""
+    frozen, total = FrozenTarget(target, drafter.config), None
+    for ids in rows.long().split(args.batch):
+        ids = ids.to(target.device)
+        written = torch.ones_like(ids)
+        written[:, :prompt] = 0
+        anchors, mask = choose_anchors(legal_anchors(torch.ones_like(ids), args.block, 1, written), 2 * args.anchors)
+        batch = change(frozen.batch(ids, anchors, mask, None, written))
+        sums = drafting_sums(drafter, drafter, frozen, batch, DraftingLoss())
+        total = sums if total is None else total + sums
+    return {name: round(value, 5) for name, value in total.metrics().items()}
+
+
+def evaluate_all(
+    target: PreTrainedModel, drafter: ReadyDrafterModel, held: dict[str, torch.Tensor], args: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """On sampled and on greedy text; a reader also with wrong states."""
+    prompt = min(64, args.row // 2)
+    found = {name: evaluate(target, drafter, rows, prompt, args) for name, rows in held.items()}
+    for kind in ("zeros", "another row's", "the previous anchor's") if drafter.reader is not None else ():
+
+        def change(batch: DraftingBatch, kind: str = kind) -> DraftingBatch:
+            return dataclasses.replace(batch, states=wrong_states(batch.states, kind))
+
+        found[f"sampled, states: {kind}"] = evaluate(target, drafter, held["sampled"], prompt, args, change)
+    return found
+
+
+def held_out(target: PreTrainedModel, tokens: torch.Tensor, args: argparse.Namespace) -> dict[str, torch.Tensor]:
+    """The target's continuations of held-out prompts."""
+    size = min(64, args.row // 2)
+    places = torch.linspace(0, len(tokens) - size - 1, args.held).long()[:, None]
+    prompts = tokens[places + torch.arange(size)]
+    return {
+        name: continuations(target, prompts, args.row, name == "sampled", args.mask_token_id, args.seed + 7)
+        for name in ("sampled", "greedy")
+    }
+
+
+def write_card(folder: pathlib.Path, variant: str, drafter: ReadyDrafterModel, entry: dict, record: dict) -> None:
+    """The model card of one variant."""
+    kind = "A DSpark drafter" if variant == "dspark" else "A ReaDy drafter, which reads the recurrent states,"
+    evaluation = entry["evaluation"]
+    card = CARD.format(
+        name=f"Drafter `{variant}`",
+        kind=kind,
+        parameters=drafter.num_parameters() / 1e6,
+        steps=entry["steps"],
+        sampled=evaluation["sampled"]["tau"],
+        greedily=evaluation["greedy"]["tau"],
+        shortest=PROMPTS[0],
+        longest=PROMPTS[1],
+        **{name: record[name] for name in ("command", "date", "device")},
+        **{name: record["options"][name] for name in ("block", "batch", "anchors", "greedy", "row")},
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def run_variant(
+    variant: str,
+    target: PreTrainedModel,
+    rows: torch.Tensor,
+    held: dict[str, torch.Tensor],
+    steps: int,
+    record: dict,
+    args: argparse.Namespace,
+    folder: str,
+) -> None:
+    """Trains, saves in bfloat16, loads again, evaluates, adds to the record and writes it."""
+    drafter, began = make_drafter(target, variant, args), elapsed()
+    left = len(args.variants) - len(record["variants"])
+    deadline = began + (args.limit - RESERVE - began) / left
+    times = train(target, drafter, rows, steps, deadline, args, folder)
+    trained, place = elapsed(), args.out / variant
+    drafter.to(torch.bfloat16).save_pretrained(place)
+    saved = ReadyDrafterModel.from_pretrained(place, dtype=torch.float32).to(target.device).eval()
+    entry = {
+        "parameters": saved.num_parameters(),
+        "steps": len(times),
+        "planned_steps": steps,
+        "training_seconds": round(trained - began, 1),
+    }
+    record["variants"][variant] = entry
+    (args.out / "record.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    entry["evaluation"] = evaluate_all(target, saved, held, args)
+    entry["evaluation_seconds"] = round(elapsed() - trained, 1)
+    write_card(place, variant, saved, entry, record)
+    (args.out / "record.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    for name, metrics in entry["evaluation"].items():
+        shown = [round(value, 3) for key, value in metrics.items() if key.startswith("acceptance")]
+        print(f"{variant:8} {name:32} tau {metrics['tau']:.4f} {shown} {elapsed():.0f} s", flush=True)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default=ready_hf.tiny_target_path(), help="folder of the target")
+    parser.add_argument("--data", type=pathlib.Path, help="folder of train.bin and held.bin; default: random prompts")
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--variants", nargs="+", choices=["dspark", "ready"], default=["dspark", "ready"])
+    parser.add_argument("--seconds", type=float, default=150, help="training time of each variant")
+    parser.add_argument("--text-seconds", type=float, default=130, help="time for the target to write")
+    parser.add_argument("--limit", type=float, default=540, help="everything ends within these seconds")
+    parser.add_argument("--steps", type=int, help="steps of each variant; default: as many as fit")
+    sizes = {"rows": 4096, "row": 512, "batch": 128, "anchors": 15, "stride": 1, "held": 512, "seed": 0, "block": 8}
+    sizes |= {"layers": 2, "intermediate": 384, "heads": 4, "kv_heads": 2, "window": 64, "markov_rank": 64}
+    sizes |= {"reader_rank": 64, "query_rank": 32, "mask_token_id": 1}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--greedy", type=float, default=0.25, help="share of the text that is written greedily")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Text, training, evaluation."""
+    args = parse()
+    args.out.mkdir(parents=True, exist_ok=True)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(DEVICE).eval()
+    ready_hf.ensure_patched(target)
+    generator = torch.Generator().manual_seed(args.seed)
+    tokens = {
+        name: torch.randint(2, target.config.get_text_config().vocab_size, (10_000,), generator=generator)
+        if args.data is None
+        else read_tokens(args.data / f"{name}.bin")
+        for name in ("train", "held")
+    }
+    size = target.config.get_text_config().vocab_size
+    if max(int(ids.max()) for ids in tokens.values()) >= size:
+        raise SystemExit(f"the data was tokenized for another target: this one knows ids up to {size - 1}")
+    shortest, longest = (min(size, args.row // 2) for size in PROMPTS)
+    held = held_out(target, tokens["held"], args)
+    print(f"held-out text after {elapsed():.0f} s", flush=True)
+    rows = write_rows(
+        target,
+        tokens["train"],
+        length=args.row,
+        batch=args.rows,
+        prompts=(shortest, longest),
+        greedy=args.greedy,
+        seconds=0 if args.data is None else args.text_seconds,
+        forbidden=args.mask_token_id,
+        seed=args.seed,
+    )
+    record = {
+        "command": f"python {' '.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])}",
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__}
+        | {"ready_hf": ready_hf.__version__, "python": platform.python_version()},
+        "options": {k: v if isinstance(v, int | float | list) else str(v) for k, v in vars(args).items()},
+        "rows": len(rows),
+        "variants": {},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        steps = args.steps or planned_steps(target, rows, args, folder)
+        for variant in args.variants:
+            run_variant(variant, target, rows, held, steps, record, args, folder)
+    print(f"done after {elapsed():.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Training of a drafter against a frozen target, with transformers' `Trainer`.
+
+    rows of token ids --collator--> padded ids --anchors--> FrozenTarget: features, states, target rows
+                                                     |                 |
+                                                     +--> drafter <----+--> drafting loss, chunk by chunk
+
+The trainer holds the target, but only the drafter is its model: nothing of the target is wrapped, optimised or saved.
+Anchors depend on the seed and the step alone, so a resumed run, another variant of the drafter, or (for rows of one
+length) another split of a batch into accumulated parts sees what it would have seen.
+
+Shapes: B rows, T tokens, A anchors, G slots, d hidden size.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors, legal_anchors
+from ready_hf.losses import DraftingLoss, LossSums
+from ready_hf.modeling_ready import ReadyDrafterModel
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ReadyTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with the options of drafter training.
+
+    Args:
+        num_anchors (`int`): Blocks per row and step.
+        anchor_stride (`int`): Anchors stand at multiples of it. 1 is best for targets with the gated delta rule; for
+            KDA and Mamba-2, whose states cost a forward per different position, take about 64.
+        cross_entropy_weight (`float`): See `DraftingLoss`, as for the next four.
+        distance_weight (`float`): Weight of the distance of distributions.
+        confidence_weight (`float`): Weight of the confidence loss.
+        loss_decay (`float`): Slot k has the weight exp(-k / loss_decay).
+        max_logits_per_chunk (`int`): Most logits that exist at once.
+    """
+
+    num_anchors: int = field(default=16, metadata={"help": "Blocks per row and step."})
+    anchor_stride: int = field(default=1, metadata={"help": "Anchors stand at multiples of it."})
+    cross_entropy_weight: float = field(default=0.1, metadata={"help": "Weight of the cross entropy."})
+    distance_weight: float = field(default=0.9, metadata={"help": "Weight of the distance of distributions."})
+    confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence loss."})
+    loss_decay: float = field(default=4.0, metadata={"help": "Slot k has the weight exp(-k / loss_decay)."})
+    max_logits_per_chunk: int = field(default=2**27, metadata={"help": "Most logits that exist at once."})
+    remove_unused_columns: bool = field(default=False, metadata={"help": "The collator chooses the columns."})
+    report_to: str = field(default="none", metadata={"help": "Where to report to."})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "The heads run outside of the forward, where the search would miss them."}
+    )
+
+    @property
+    def drafting_loss(self) -> DraftingLoss:
+        """The loss with these weights."""
+        return DraftingLoss(
+            self.cross_entropy_weight,
+            self.distance_weight,
+            self.confidence_weight,
+            self.loss_decay,
+            self.max_logits_per_chunk,
+        )
+
+
+@dataclass
+class DraftingCollator:
+    """Pads rows on the right.
+
+    Args:
+        max_length (`int`, *optional*): Longer rows are cut.
+    """
+
+    max_length: int | None = None
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """`input_ids`, `attention_mask` and, if any row has one, `loss_mask`, all `[B, T]`.
+
+        Args:
+            rows (`Sequence[dict]`): Each with `input_ids` and optionally `attention_mask` and `loss_mask`: lists,
+                arrays or tensors of one length.
+
+        Raises:
+            ValueError: a row without `input_ids`, or with fields of different lengths.
+        """
+        names = ["input_ids", "attention_mask"] + ["loss_mask"] * any("loss_mask" in row for row in rows)
+        columns: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        for row in rows:
+            if "input_ids" not in row:
+                raise ValueError(f"a training row needs `input_ids`, got the columns {sorted(row)}")
+            ids = _as_row(row["input_ids"])[: self.max_length]
+            for name, column in columns.items():
+                values = _as_row(row[name])[: self.max_length] if name in row else torch.ones_like(ids)
+                if len(values) != len(ids):
+                    raise ValueError(f"`{name}` has {len(values)} entries, `input_ids` of the same row {len(ids)}")
+                column.append(values)
+        pad = torch.nn.utils.rnn.pad_sequence
+        return {name: pad(column, batch_first=True) for name, column in columns.items()}
+
+
+def drafting_sums(
+    model: Callable[..., Any],
+    drafter: ReadyDrafterModel,
+    frozen: FrozenTarget,
+    batch: DraftingBatch,
+    loss: DraftingLoss,
+) -> LossSums:
+    """Loss and acceptance of a drafter on one batch.
+
+    Args:
+        model (`Callable`): What runs the forward: the drafter, or what a launcher wrapped it in.
+        drafter (`ReadyDrafterModel`): The drafter itself.
+        frozen (`FrozenTarget`): Its target.
+        batch (`DraftingBatch`): From `frozen.batch`.
+        loss (`DraftingLoss`): Weights.
+    """
+    dtype = drafter.dtype
+    outputs = model(
+        noise_embeds=batch.noise_embeds.to(dtype),
+        context_hidden_states=batch.context_hidden_states.to(dtype),
+        anchor_positions=batch.anchor_positions,
+        states=batch.states,
+        use_cache=False,
+    )
+    block_size, head = batch.labels.shape[-1], frozen.head
+    return loss(
+        outputs.last_hidden_state.unflatten(1, (-1, block_size)).flatten(0, 1),
+        batch.target_hidden_states.flatten(0, 1),
+        batch.labels.flatten(0, 1),
+        batch.previous_ids.flatten(0, 1),
+        batch.loss_mask.flatten(0, 1),
+        lambda hidden_states, previous_ids: drafter.draft_logits(hidden_states, previous_ids, head),
+        frozen.logits,
+    )
+
+
+class SkipNonFiniteSteps(TrainerCallback):
+    """Drops the gradients of a step that has one that is not finite: the optimizer then changes nothing."""
+
+    def __init__(self) -> None:
+        self.num_skipped = 0
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Checks the gradients of the whole accumulated batch."""
+        model = kwargs["model"]
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if gradients and not bool(torch.nn.utils.get_total_norm(gradients).isfinite()):
+            self.num_skipped += 1
+            model.zero_grad(set_to_none=True)
+            logger.warning(
+                "ready_hf: loss or gradient of step %d is not finite, so the step is skipped (%d so far): is the "
+                "learning rate too high, or the target overflowing in its dtype?",
+                state.global_step + 1,
+                self.num_skipped,
+            )
+
+
+class ReadyTrainer(Trainer):
+    """`Trainer` for a drafter; everything else is as in transformers.
+
+    Args:
+        model (`ReadyDrafterModel`): The drafter.
+        args (`ReadyTrainingArguments`): Options.
+        target (`PreTrainedModel`): The target; moved to the device of the training, otherwise left as it is.
+        kwargs: As for `Trainer`. The datasets' rows are dicts with `input_ids`, and optionally `attention_mask` and
+            `loss_mask` (1 for tokens to be learned).
+
+    Raises:
+        ValueError: the drafter was not made for this target; several GPUs in one process.
+    """
+
+    loss_is_scaled_for_ga = True  # read by transformers >= 5.24
+
+    def __init__(
+        self, model: ReadyDrafterModel, args: ReadyTrainingArguments, *, target: PreTrainedModel, **kwargs: Any
+    ):
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"{args.n_gpu} GPUs in one process would run as nn.DataParallel, which cannot train a drafter. Start "
+                "one process per GPU (`torchrun --nproc-per-node ...` or `accelerate launch ...`), or show this one a "
+                "single GPU (`CUDA_VISIBLE_DEVICES=0`)"
+            )
+        self._frozen = FrozenTarget(target, model.config)
+        kwargs.setdefault("data_collator", DraftingCollator())
+        super().__init__(model=model, args=args, **kwargs)
+        self.model_accepts_loss_kwargs = True  # with it transformers < 5.24 leaves the scaled loss alone
+        self._skipping = SkipNonFiniteSteps()
+        self.add_callback(self._skipping)
+        self._evaluated: list[LossSums] = []
+        if not (getattr(target, "hf_device_map", None) or getattr(target, "is_quantized", False)):
+            target.to(args.device)
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps that were skipped since a gradient was not finite."""
+        return self._skipping.num_skipped
+
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | None]:
+        """The batches of one optimizer step, with their anchors, and the slots that count in all of them together."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        generator = torch.Generator()
+        generator.manual_seed((seed * 1_000_003 + self.state.global_step) * 1_009 + self.args.process_index)
+        for batch in batches:
+            self._add_anchors(batch, generator)
+        return batches, self._num_slots(batches, device) if batches else None
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Sum of the loss over the slots of `inputs`, divided by `num_items_in_batch` (default: its own slots).
+
+        Returns:
+            `torch.Tensor` of shape `[]`, with `return_outputs=True` a tuple of it and the `LossSums`.
+        """
+        sums = self._sums(model, inputs)
+        if num_items_in_batch is None:
+            loss = sums.loss / sums.num_slots.sum().clamp_min(1)
+        else:  # the processes' gradients are averaged, but their slots were added up
+            loss = sums.loss * self.args.world_size / num_items_in_batch
+        return (loss, sums.detach()) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor, None, None]:
+        """Adds one batch to the evaluation; its anchors are spread evenly over the rows."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            loss, sums = self.compute_loss(model, inputs, return_outputs=True)
+        self._evaluated.append(sums)
+        return loss, None, None
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """As in `Trainer`; the metrics are those of `LossSums.metrics` over all processes."""
+        self._evaluated = []
+        output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
+        evaluated, self._evaluated = self._evaluated, []
+        if evaluated:
+            total = sum(evaluated[1:], evaluated[0])
+            if self.args.world_size > 1:
+                total = total.map(lambda x: self.accelerator.reduce(x, reduction="sum"))
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in total.metrics().items()})
+        return output
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Not counted: the drafter's inputs are made inside of the loss."""
+        return 0
+
+    def _sums(self, model: Any, inputs: dict[str, Any]) -> LossSums:
+        if "anchor_positions" not in inputs:
+            inputs = dict(inputs)
+            self._add_anchors(inputs, None)
+        batch = self._frozen.batch(
+            inputs["input_ids"],
+            inputs["anchor_positions"],
+            inputs["anchor_mask"],
+            inputs.get("attention_mask"),
+            inputs.get("loss_mask"),
+        )
+        drafter = self.accelerator.unwrap_model(model)
+        with self.accelerator.autocast():
+            return drafting_sums(model, drafter, self._frozen, batch, self.args.drafting_loss)
+
+    def _add_anchors(self, batch: dict[str, Any], generator: torch.Generator | None) -> None:
+        mask = batch.get("attention_mask")
+        mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
+        block_size = self._frozen.config.block_size
+        legal = legal_anchors(mask, block_size, self.args.anchor_stride, batch.get("loss_mask"))
+        anchors = choose_anchors(legal, self.args.num_anchors, generator)
+        batch["anchor_positions"], batch["anchor_mask"] = anchors
+
+    def _num_slots(self, batches: Iterable[dict[str, Any]], device: torch.device) -> torch.Tensor:
+        """Slots that count, over all accumulated batches and processes; at least 1."""
+        counts = [self._frozen.loss_mask(**batch).sum() for batch in batches]
+        total = torch.stack([count.to(device) for count in counts]).sum()
+        if self.args.world_size > 1:
+            total = self.accelerator.reduce(total, reduction="sum")
+        return total.clamp_min(1)
+
+
+def _as_row(values: Any) -> torch.Tensor:
+    row = torch.as_tensor(values).long()
+    if row.dim() != 1:
+        raise ValueError(f"a training row must be one list of numbers, got the shape {list(row.shape)}")
+    return row

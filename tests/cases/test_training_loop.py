@@ -1,0 +1,217 @@
+"""Cases C13, C14, C15, C19, C28, C53 and C64: what users of other projects met while training drafters."""
+
+import copy
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from ready_hf import ReadyDrafterModel, modeling_ready
+from ready_hf.drafting import DraftSession
+from ready_hf.features import FrozenTarget
+from support import drafter_for, random_prompt, tiny_target
+
+
+pytest.importorskip("accelerate")
+from ready_hf.training import ReadyTrainer, ReadyTrainingArguments  # noqa: E402
+
+
+def run_training(folder, drafter, target, steps, resume=None, callbacks=None, batch=2, **options):
+    rows = [{"input_ids": row} for row in random_prompt(24, batch=12, seed=9)]
+    options = {"save_strategy": "no", **options}
+    arguments = ReadyTrainingArguments(
+        str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=batch,
+        learning_rate=1e-2,
+        logging_steps=1,
+        disable_tqdm=True,
+        use_cpu=True,
+        num_anchors=3,
+        **options,
+    )
+    trainer = ReadyTrainer(drafter, arguments, target=target, train_dataset=rows, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def hidden_states(drafter, batch):
+    with torch.no_grad():
+        return drafter(
+            noise_embeds=batch.noise_embeds,
+            context_hidden_states=batch.context_hidden_states,
+            anchor_positions=batch.anchor_positions,
+            states=batch.states,
+        ).last_hidden_state.unflatten(1, (-1, drafter.config.block_size))
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_c13_a_block_sees_nothing_at_or_after_its_anchor_but_the_anchor(window):
+    """A text of 64 with 32 anchors, blocks of 8: other features, and other tokens, from the anchor on."""
+    target = tiny_target("qwen3_5")
+    drafter = drafter_for(target, block_size=8, sliding_window=window)
+    frozen = FrozenTarget(target, drafter.config)
+    ids, anchors = random_prompt(64), torch.arange(1, 64, 2)[None, :32]
+    batch = frozen.batch(ids, anchors)
+    want = hidden_states(drafter, batch)
+    for index in (0, 5, 17, 31):
+        anchor = int(anchors[0, index])
+        changed = copy.copy(batch)
+        changed.context_hidden_states = batch.context_hidden_states.clone()
+        changed.context_hidden_states[:, anchor:] += 3.0
+        got = hidden_states(drafter, changed)
+        assert torch.equal(got[:, : index + 1], want[:, : index + 1])
+        other = ids.clone()
+        other[:, anchor + 1 :] = random_prompt(63 - anchor, seed=8)
+        got = hidden_states(drafter, frozen.batch(other, anchors))
+        assert torch.allclose(got[:, : index + 1], want[:, : index + 1], atol=1e-5)
+        # control: the last feature before the anchor is seen
+        changed.context_hidden_states = batch.context_hidden_states.clone()
+        changed.context_hidden_states[:, anchor - 1] += 3.0
+        assert (hidden_states(drafter, changed)[:, index] - want[:, index]).abs().max() > 1e-2
+
+
+def test_c14_training_ids_up_to_the_limit():
+    target = tiny_target("qwen3_5")  # 97 rows
+    frozen = FrozenTarget(target, drafter_for(target).config)
+    anchors = torch.tensor([[3]])
+    ids = random_prompt(12)
+    ids[0, 2:5] = torch.tensor([94, 95, 96])
+    frozen.batch(ids, anchors)
+    for illegal in (97, 1000, -1):
+        ids[0, 7] = illegal
+        with pytest.raises(ValueError, match=f"token ids must be 0 to 96 .*got {illegal}"):
+            frozen.batch(ids, anchors)
+
+
+def test_c15_the_mask_token_is_refused_in_training_text():
+    target = tiny_target("qwen3_5")
+    drafter = drafter_for(target)
+    frozen = FrozenTarget(target, drafter.config)
+    ids = random_prompt(12)
+    ids[0, 7] = drafter.config.mask_token_id
+    with pytest.raises(ValueError, match=r"the mask token \(1\) stands in the training text"):
+        frozen.batch(ids, torch.tensor([[3]]))
+
+
+def test_c19_a_step_that_is_not_finite_is_skipped_and_reported(tmp_path, caplog, monkeypatch):
+    """Steps 1 and 3 of 4 see infinite features; the others change the drafter, these do not."""
+    target = tiny_target("qwen3_5")
+    drafter, seen = drafter_for(target), []
+    original = FrozenTarget.batch
+
+    def batch(self, *args):
+        made = original(self, *args)
+        seen.append({name: value.detach().clone() for name, value in drafter.named_parameters()})
+        if len(seen) in (1, 3):
+            made.context_hidden_states[0, 0] = torch.inf
+        return made
+
+    monkeypatch.setattr(FrozenTarget, "batch", batch)
+    trainer = run_training(
+        tmp_path, drafter, target, 4, save_strategy="steps", save_steps=3, gradient_accumulation_steps=1
+    )
+    assert trainer.num_skipped_steps == 2
+    assert [r.getMessage()[:50] for r in caplog.records if r.name == "ready_hf.training"] == [
+        f"ready_hf: loss or gradient of step {step} is not finite"[:50] for step in (1, 3)
+    ]
+    changed = [any(not torch.equal(a[n], b[n]) for n in a) for a, b in zip(seen[:-1], seen[1:], strict=True)]
+    assert changed == [False, True, False]
+    saved = ReadyDrafterModel.from_pretrained(tmp_path / "checkpoint-3")
+    assert all(torch.isfinite(value).all() for value in saved.parameters())
+    assert all(torch.isfinite(value).all() for value in drafter.parameters())
+
+
+def test_c28_six_steps_are_three_and_three_after_a_resume(tmp_path):
+    """Same learning rates, losses, data order, anchors and weights."""
+    target = tiny_target("qwen3_5")
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step >= 3
+
+    straight = run_training(tmp_path / "a", drafter_for(target), target, 6)
+    options = {"save_strategy": "steps", "save_steps": 3}
+    run_training(tmp_path / "b", drafter_for(target), target, 6, callbacks=[Stop()], **options)
+    fresh = drafter_for(target, seed=1)
+    resumed = run_training(tmp_path / "b", fresh, target, 6, resume=str(tmp_path / "b" / "checkpoint-3"), **options)
+
+    def history(trainer):
+        return [(e["step"], e["loss"], e["learning_rate"]) for e in trainer.state.log_history if "loss" in e]
+
+    assert [step for step, *_ in history(resumed)] == [1, 2, 3, 4, 5, 6]
+    for one, other in zip(history(straight), history(resumed), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    for (name, value), other in zip(straight.model.named_parameters(), fresh.parameters(), strict=True):
+        assert torch.allclose(value, other, atol=1e-6), name
+
+
+def by_hand(anchor_rows, block_size, num_rows, num_seen, window, context_attention_mask, attention_mask):
+    """The mask of a window of 16, entry by entry; without a cache, whatever the configuration says."""
+    batch, anchors = anchor_rows.shape
+    mask = torch.zeros(batch, 1, anchors * block_size, num_rows + anchors * block_size, dtype=torch.bool)
+    for b in range(batch):
+        for query in range(anchors * block_size):
+            anchor, slot = int(anchor_rows[b, query // block_size]), query % block_size
+            for row in range(num_rows):
+                mask[b, 0, query, row] = row < anchor and (anchor + slot) - row < 16
+            for other in range(anchors * block_size):
+                mask[b, 0, query, num_rows + other] = other // block_size == query // block_size
+    return mask
+
+
+def test_c53_window_of_16_in_a_context_of_60(tmp_path, monkeypatch):
+    """Training and inference against a drafter without a window and a mask made by hand; also after a reload."""
+    target = tiny_target("qwen3_5")
+    drafter = drafter_for(target, sliding_window=16, num_hidden_layers=2)
+    config = copy.deepcopy(drafter.config)
+    config.sliding_window, config.layer_types = None, ["full_attention"] * 2
+    full = ReadyDrafterModel(config).eval()
+    full.load_state_dict(drafter.state_dict())
+    ids, anchors = random_prompt(61), torch.tensor([[7, 30, 60]])
+    batch = FrozenTarget(target, drafter.config).batch(ids, anchors)
+    without = hidden_states(full, batch)
+    with monkeypatch.context() as patched:
+        patched.setattr(modeling_ready, "block_mask", by_hand)
+        want = hidden_states(full, batch)
+    assert torch.allclose(hidden_states(drafter, batch), want, atol=1e-5)
+    assert (without - want)[:, 1:].abs().max() > 1e-2
+    drafter.save_pretrained(tmp_path)
+    reloaded = ReadyDrafterModel.from_pretrained(tmp_path).eval()
+    assert torch.allclose(hidden_states(reloaded, batch), want, atol=1e-5)
+
+    blocks = []
+    block = DraftSession._block
+    monkeypatch.setattr(
+        DraftSession, "_block", lambda self, context: blocks.append(block(self, context)) or blocks[-1]
+    )
+    target.generate(ids, max_new_tokens=4, do_sample=False, assistant_model=reloaded)  # the first anchor is token 61
+    first = target.generate(ids, max_new_tokens=1, do_sample=False)
+    batch = FrozenTarget(target, drafter.config).batch(first, torch.tensor([[61]]))
+    with monkeypatch.context() as patched:
+        patched.setattr(modeling_ready, "block_mask", by_hand)
+        want = hidden_states(full, batch)
+    assert torch.allclose(blocks[0], want[:, 0], atol=1e-4)
+
+
+def test_c64_the_target_is_frozen_and_comes_back_as_it_was(tmp_path):
+    """Loaded with gradients and dropout, in train mode but for one layer."""
+    target = copy.deepcopy(tiny_target("qwen3_5")).train().requires_grad_(True)
+    for module in target.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    target.get_decoder().layers[1].eval()
+    modes = [module.training for module in target.modules()]
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    drafter = drafter_for(target)
+    run_training(tmp_path, drafter, target, 1)
+    assert [module.training for module in target.modules()] == modes
+    assert True in modes
+    assert False in modes
+    assert all(p.grad is None and p.requires_grad for p in target.parameters())
+    assert all(torch.equal(before[name], value) for name, value in target.state_dict().items())
+    frozen = FrozenTarget(target, drafter.config)
+    ids, anchors = random_prompt(24), torch.tensor([[5]])
+    one, other = frozen.batch(ids, anchors), frozen.batch(ids, anchors)  # no dropout
+    assert torch.equal(one.context_hidden_states, other.context_hidden_states)
+    assert not one.target_hidden_states.requires_grad

@@ -1,0 +1,66 @@
+"""What a configuration of a drafter refuses, and the words it does so with."""
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+
+from ready_hf import ReadyDrafterConfig
+
+
+G, VOCABULARY = 4, 61
+RIGHT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "block_size": G,
+    "state_layer_ids": [0, 2],
+    "state_shape": [2, 4, 6],
+    "reader_rank": 5,
+    "reader_query_rank": 3,
+}
+WRONG_CONFIGS = [
+    ({"block_size": 1}, "`block_size` must be 2 to 31, got 1"),
+    ({"block_size": 32}, "`block_size` must be 2 to 31, got 32"),
+    ({"hidden_size": 0, "head_dim": 8}, "`hidden_size` must be at least 1, got 0"),
+    ({"num_hidden_layers": 0}, "`num_hidden_layers` must be at least 1, got 0"),
+    ({"vocab_size": 0}, "`vocab_size` must be at least 1, got 0"),
+    ({"num_key_value_heads": 3}, r"`num_attention_heads` \(4\) must be a multiple of `num_key_value_heads` \(3\)"),
+    ({"head_dim": 7}, "`head_dim` must be even for rotary embeddings, got 7"),
+    ({"mask_token_id": VOCABULARY}, f"`mask_token_id` must be 0 to {VOCABULARY - 1}, got {VOCABULARY}"),
+    ({"mask_token_id": -1}, f"`mask_token_id` must be 0 to {VOCABULARY - 1}, got -1"),
+    ({"confidence_threshold": 1.0}, r"`confidence_threshold` must be in \[0, 1\), got 1.0"),
+    ({"confidence_threshold": 0.5, "enable_confidence_head": False}, "needs `enable_confidence_head=True`"),
+    ({"markov_rank": -1}, r"`markov_rank` must be 0 \(no sequential head\) or more, got -1"),
+    ({"markov_head_type": "lstm"}, "lstm"),
+    ({"layer_types": ["full_attention"]}, r"`layer_types` must have 2 entries \(`num_hidden_layers`\), got 1"),
+    ({"layer_types": ["full_attention", "linear_attention"]}, r"out of \['full_attention', 'sliding_attention'\]"),
+    ({"sliding_window": G - 1}, rf"`sliding_window` must be at least `block_size` \({G}\) .*, got {G - 1}"),
+    ({"layer_types": ["sliding_attention"] * 2}, rf"`sliding_window` must be at least .*\({G}\) .*, got None"),
+    ({"target_layer_ids": []}, r"`target_layer_ids` must be different decoder layers .*, 0 to 3, .*; got \[\]"),
+    ({"target_layer_ids": [1, 1]}, r"`target_layer_ids` must be different .*; got \[1, 1\]"),
+    ({"target_layer_ids": [1, 4]}, r"`target_layer_ids` .* 0 to 3, at least one; got \[1, 4\]"),
+    ({"state_layer_ids": [-1]}, r"`state_layer_ids` .* 0 to 3, at least one; got \[-1\]"),
+    ({"state_shape": None}, r"`state_shape` must be \[H, K, V\] when states are read, got None"),
+    ({"state_shape": [2, 4]}, r"`state_shape` must be \[H, K, V\] when states are read, got \[2, 4\]"),
+    ({"state_shape": [2, 0, 4]}, r"`state_shape` must be .*, got \[2, 0, 4\]"),
+    ({"reader_rank": 0}, "`reader_rank` and `reader_query_rank` must be at least 1, got 0 and 3"),
+    ({"reader_query_rank": 0}, "`reader_rank` and `reader_query_rank` must be at least 1, got 5 and 0"),
+    ({"reader_conditioning": ["anchor", "moon"]}, r"out of \['anchor', 'context'\], got \['anchor', 'moon'\]"),
+    ({"reader_projection": "linear"}, "linear"),
+    ({"reader_injection": "output"}, "output"),
+    ({"reader_normalization": "layer"}, "layer"),
+    ({"hidden_size": "32"}, "hidden_size.*expected int, got str"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_CONFIGS, ids=lambda value: str(value)[:40])
+def test_wrong_configurations_are_refused(options, message):
+    with pytest.raises(StrictDataclassError) as caught:
+        ReadyDrafterConfig(**RIGHT | options)
+    assert caught.match(f"(?s){message}")
+
+
+def test_what_is_refused_is_right_otherwise():
+    config = ReadyDrafterConfig(**RIGHT)
+    assert config.has_reader
+    assert config.layer_types == ["full_attention", "full_attention"]
+    assert ReadyDrafterConfig(**RIGHT, sliding_window=G).layer_types == ["sliding_attention", "sliding_attention"]

@@ -1,0 +1,279 @@
+"""The trainer: accumulation, evaluation, what it learns, refuses and leaves alone."""
+
+import copy
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from ready_hf import ReadyDrafterModel
+from ready_hf.features import FrozenTarget
+from ready_hf.losses import DraftingLoss
+from support import drafter_for, random_prompt, tiny_target, trained_target
+
+
+pytest.importorskip("accelerate")
+from ready_hf.training import DraftingCollator, ReadyTrainer, ReadyTrainingArguments, drafting_sums  # noqa: E402
+
+
+LENGTH = 24
+
+
+def rows_of(count=8, length=LENGTH, seed=3):
+    return [{"input_ids": row} for row in random_prompt(length, batch=count, seed=seed)]
+
+
+def trainer_for(folder, drafter=None, target=None, rows=None, callbacks=None, **options):
+    target = target or tiny_target("qwen3_5")
+    options = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "num_anchors": 3,
+        **options,
+    }
+    arguments = ReadyTrainingArguments(str(folder), **options)
+    rows = rows or rows_of()
+    return ReadyTrainer(
+        drafter or drafter_for(target),
+        arguments,
+        target=target,
+        train_dataset=rows,
+        eval_dataset=rows,
+        callbacks=callbacks,
+    )
+
+
+def weights(drafter):
+    return {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients that the optimizer is given."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        named = kwargs["model"].named_parameters()
+        self.found.append({n: None if p.grad is None else p.grad.clone() for n, p in named})
+
+
+def uneven_rows():
+    rows = [{"input_ids": row[: 10 + 2 * i]} for i, row in enumerate(random_prompt(LENGTH, batch=8))]
+    for i, row in enumerate(rows):
+        row["loss_mask"] = (torch.arange(len(row["input_ids"])) % (i + 5) > 0).long()
+    return rows
+
+
+@pytest.mark.parametrize(("rows", "anchors"), [(rows_of, 3), (uneven_rows, LENGTH)], ids=["random", "uneven"])
+@pytest.mark.parametrize("parts", [2, 8])
+def test_accumulated_parts_give_the_loss_and_gradient_of_the_whole(tmp_path, rows, anchors, parts):
+    """Also of rows with very different numbers of slots that count."""
+    found = []
+    for size, steps in ((8, 1), (8 // parts, parts)):
+        gradients = Gradients()
+        trainer = trainer_for(
+            tmp_path,
+            rows=rows(),
+            callbacks=[gradients],
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=steps,
+            num_anchors=anchors,
+        )
+        trainer.train()
+        found.append((losses(trainer), gradients.found))
+    (whole_loss, whole), (parts_loss, in_parts) = found
+    assert len(whole) == len(in_parts) == 1
+    assert parts_loss == pytest.approx(whole_loss, rel=1e-4)
+    for name, gradient in whole[0].items():
+        assert torch.allclose(in_parts[0][name], gradient, atol=1e-6, rtol=1e-4), name
+
+
+def test_gradients_are_those_of_the_dense_loss(tmp_path):
+    """The chunks of the trainer change nothing, and every parameter takes part."""
+    found = []
+    for most in (2**27, 1):
+        gradients = Gradients()
+        trainer_for(tmp_path, callbacks=[gradients], max_logits_per_chunk=most).train()
+        found.append(gradients.found[0])
+    for name, gradient in found[0].items():
+        assert gradient is not None, name
+        assert gradient.any(), name
+        assert torch.allclose(found[1][name], gradient, atol=1e-6, rtol=1e-4), name
+
+
+@pytest.mark.parametrize(("reader", "bf16"), [(False, False), (True, False), (True, True)])
+def test_twenty_steps_reduce_the_loss(tmp_path, reader, bf16):
+    target = trained_target()
+    text = target.generate(
+        torch.randint(3, 500, (8, 4), generator=torch.Generator().manual_seed(0)),
+        max_new_tokens=28,
+        do_sample=False,
+        eos_token_id=None,
+        suppress_tokens=[1],
+    )
+    rows = [{"input_ids": row} for row in text]
+    drafter = drafter_for(target, reader=reader, sliding_window=16)
+    trainer = trainer_for(tmp_path, drafter, target, rows, max_steps=20, learning_rate=3e-3, bf16=bf16)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    found = losses(trainer)
+    assert sum(found[-5:]) < 0.95 * sum(found[:5])
+    assert after["eval_loss"] < before["eval_loss"]
+    assert after["eval_tau"] > before["eval_tau"]
+    assert all(p.dtype == torch.float32 for p in drafter.parameters())
+
+
+def test_evaluation_metrics(tmp_path):
+    """In parts as in one, without a change of the drafter, and equal to the sums of the loss."""
+    target = tiny_target("qwen3_5")
+    drafter = drafter_for(target)
+    before = weights(drafter)
+    found = [
+        trainer_for(
+            tmp_path, drafter, target, uneven_rows(), per_device_eval_batch_size=size, num_anchors=99
+        ).evaluate()
+        for size in (8, 3)
+    ]
+    for name in ("loss", "tau", "acceptance_1", "acceptance_6", "confidence_bce", "cross_entropy", "num_blocks"):
+        assert found[0][f"eval_{name}"] == pytest.approx(found[1][f"eval_{name}"], rel=1e-4)
+    assert 1 <= found[0]["eval_tau"] <= 7
+    assert all(torch.equal(before[name], value) for name, value in weights(drafter).items())
+
+
+def test_anchors_depend_on_seed_and_step_alone(tmp_path):
+    """Two variants of a drafter learn from the same blocks."""
+    target = tiny_target("qwen3_5")
+    seen = []
+    for reader in (False, True):
+        trainer = trainer_for(tmp_path, drafter_for(target, reader=reader), target, max_steps=3)
+        original, anchors = trainer._frozen.batch, []
+
+        def batch(input_ids, positions, *args, original=original, anchors=anchors):
+            anchors.append((input_ids.clone(), positions.clone()))
+            return original(input_ids, positions, *args)
+
+        trainer._frozen.batch = batch
+        trainer.train()
+        seen.append(anchors)
+    assert len(seen[0]) == 3
+    for (ids, positions), (other_ids, other_positions) in zip(*seen, strict=True):
+        assert torch.equal(ids, other_ids)
+        assert torch.equal(positions, other_positions)
+    assert not torch.equal(seen[0][0][1], seen[0][1][1])
+
+
+def test_a_checkpoint_holds_the_drafter_alone(tmp_path):
+    trainer = trainer_for(tmp_path, save_strategy="steps", save_steps=1)
+    trainer.train()
+    loaded = ReadyDrafterModel.from_pretrained(tmp_path / "checkpoint-1")
+    assert weights(loaded).keys() == weights(trainer.model).keys()
+    for name, value in weights(trainer.model).items():
+        assert torch.equal(weights(loaded)[name], value)
+    assert json.loads((tmp_path / "checkpoint-1" / "config.json").read_text())["model_type"] == "ready_drafter"
+    assert {id(p) for g in trainer.optimizer.param_groups for p in g["params"]} == {
+        id(p) for p in trainer.model.parameters()
+    }
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path):
+    target = tiny_target("qwen3_5")
+    arguments = ReadyTrainingArguments(str(tmp_path), use_cpu=True)
+    arguments._setup_devices  # noqa: B018 - sets the number of GPUs, which the next line changes
+    arguments._n_gpu = 2
+    with pytest.raises(ValueError, match=r"2 GPUs in one process.*torchrun"):
+        ReadyTrainer(drafter_for(target), arguments, target=target)
+
+
+def test_a_drafter_for_another_target_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="this drafter was not made for"):
+        trainer_for(tmp_path, drafter_for(tiny_target("bamba")))
+
+
+def test_rows_without_a_legal_anchor_do_not_stop_training(tmp_path):
+    """One row that is too short beside others, and a batch of nothing else."""
+    rows = [{"input_ids": row[:4]} for row in random_prompt(LENGTH, batch=4)] + rows_of(4)
+    trainer = trainer_for(tmp_path, rows=rows, per_device_train_batch_size=2, max_steps=4)
+    trainer.train()
+    assert all(math.isfinite(loss) for loss in losses(trainer))
+    assert trainer.num_skipped_steps == 0
+
+
+def test_collator_pads_cuts_and_checks():
+    collate = DraftingCollator(max_length=5)
+    batch = collate([{"input_ids": [5, 6, 7]}, {"input_ids": torch.arange(2, 9), "loss_mask": [0, 0, 1, 1, 1, 1, 1]}])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 0, 0], [2, 3, 4, 5, 6]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
+    assert batch["loss_mask"].tolist() == [[1, 1, 1, 0, 0], [0, 0, 1, 1, 1]]
+    with pytest.raises(ValueError, match=r"needs `input_ids`, got the columns \['text'\]"):
+        collate([{"text": "x"}])
+    with pytest.raises(ValueError, match="`loss_mask` has 2 entries"):
+        collate([{"input_ids": [1, 2, 3], "loss_mask": [1, 1]}])
+    with pytest.raises(ValueError, match="one list of numbers"):
+        collate([{"input_ids": [[1, 2, 3]]}])
+
+
+def test_a_data_set_of_the_datasets_library(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist(), "source": "x"} for row in rows_of()])
+    trainer = trainer_for(tmp_path, rows=rows)
+    trainer.train()
+    assert math.isfinite(losses(trainer)[0])
+
+
+def test_targets_whose_states_come_from_stretches_train(tmp_path):
+    for family in ("kimi_linear", "bamba"):
+        trainer = trainer_for(tmp_path, target=tiny_target(family), anchor_stride=8)
+        trainer.train()
+        assert math.isfinite(losses(trainer)[0])
+
+
+def test_gradient_of_the_loss_is_not_blocked_by_the_target():
+    """The distance term alone reaches every trunk parameter, though head and embeddings are frozen."""
+    target = copy.deepcopy(tiny_target("qwen3_5")).requires_grad_(False)
+    drafter = drafter_for(target)
+    frozen = FrozenTarget(target, drafter.config)
+    batch = frozen.batch(random_prompt(LENGTH), torch.tensor([[4, 9]]))
+    sums = drafting_sums(drafter, drafter, frozen, batch, DraftingLoss(cross_entropy=0.0, confidence=0.0))
+    sums.loss.backward()
+    without = [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == ["confidence_head.proj.weight", "confidence_head.proj.bias"]
+
+
+def test_the_example_script_makes_both_drafters(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    script = importlib.import_module("train_drafter")
+    options = {"steps": 2, "rows": 4, "row": 40, "batch": 2, "anchors": 2, "held": 2, "intermediate": 64}
+    command = [str(tmp_path), *(str(x) for name, value in options.items() for x in (f"--{name}", value))]
+    monkeypatch.setattr(sys, "argv", ["train_drafter.py", "--out", *command])
+    try:
+        script.main()
+    finally:
+        for name in ("train_drafter", "on_policy_text"):
+            sys.modules.pop(name, None)
+    record = json.loads((tmp_path / "record.json").read_text())
+    for variant, kinds in (("dspark", 2), ("ready", 5)):
+        entry = record["variants"][variant]
+        assert entry["steps"] == 2
+        assert len(entry["evaluation"]) == kinds
+        assert all(math.isfinite(metrics["tau"]) for metrics in entry["evaluation"].values())
+        saved = ReadyDrafterModel.from_pretrained(tmp_path / variant)
+        assert saved.num_parameters() == entry["parameters"]
+        assert (saved.reader is not None) == (variant == "ready")
+        assert "tokens a round" in (tmp_path / variant / "README.md").read_text()
