@@ -21,8 +21,6 @@ CODES = (
     "def mean(values):\n    total = sum(values)\n    return total / len(values)",
 )
 EDITS = [Prompt(f"<file>\n{code}\n</file>\n# Rename total to size\n<edited>\n", "made-up 1") for code in CODES]
-SHIPPED = (shipped.small_target_path(), shipped.small_drafter_path("dspark"), shipped.small_drafter_path("ready"))
-HAS_SHIPPED = all(Path(path).is_dir() for path in SHIPPED)
 
 
 @pytest.fixture(scope="module")
@@ -269,13 +267,13 @@ def test_shipped_paths():
         shipped.small_drafter_path("other")
 
 
-@pytest.mark.skipif(HAS_SHIPPED, reason="the trained models are there")
-def test_missing_models_are_named(capsys):
+def test_missing_models_are_named(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(shipped, "ASSETS", tmp_path)
     assert main(["demo"]) == 2
     assert "missing from this installation" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not HAS_SHIPPED, reason="the trained models are not there yet")
+@pytest.mark.slow
 def test_the_shipped_models_tell_the_story(capsys):
     assert main(["demo", "--prompts", "2", "--max-new-tokens", "48"]) == 0
     out = capsys.readouterr().out
@@ -285,7 +283,6 @@ def test_the_shipped_models_tell_the_story(capsys):
     assert float(rows["ReaDy"][2]) > 1.2
 
 
-@pytest.mark.skipif(not HAS_SHIPPED, reason="the trained models are not there yet")
 def test_the_shipped_prompts_say_where_they_come_from():
     prompts = read_prompts(Path(shipped.small_target_path()) / "prompts.jsonl")
     assert len(prompts) >= 20

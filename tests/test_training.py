@@ -229,14 +229,6 @@ def test_collator_pads_cuts_and_checks():
         collate([{"input_ids": [[1, 2, 3]]}])
 
 
-def test_a_data_set_of_the_datasets_library(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist(), "source": "x"} for row in rows_of()])
-    trainer = trainer_for(tmp_path, rows=rows)
-    trainer.train()
-    assert math.isfinite(losses(trainer)[0])
-
-
 def test_targets_whose_states_come_from_stretches_train(tmp_path):
     for family in ("kimi_linear", "bamba"):
         trainer = trainer_for(tmp_path, target=tiny_target(family), anchor_stride=8)

@@ -20,6 +20,7 @@ from ready_hf.generation import (
 from ready_hf.modeling_ready import ReadyDrafterModel, ReadyDrafterOutput
 from ready_hf.outputs import SpeculativeDecodingOutput
 from ready_hf.rollback import Rollback
+from ready_hf.shipped import small_drafter_path, small_target_path
 from ready_hf.statistics import DecodingStats, record_stats
 from ready_hf.target import FeatureCapture, UnsupportedTargetError, ensure_patched, recurrent_layers
 
@@ -45,6 +46,8 @@ __all__ = [
     "hook",
     "record_stats",
     "recurrent_layers",
+    "small_drafter_path",
+    "small_target_path",
     "speculate",
     "tiny_target_path",
     "unhook",

@@ -1,0 +1,1 @@
+from ready_hf import ReadyDrafterConfig, ReadyDrafterModel  # noqa: F401
