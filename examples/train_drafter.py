@@ -32,6 +32,7 @@ import torch
 import transformers
 from on_policy_text import continuations, read_tokens, write_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
+from write_drafter_cards import write_card
 
 import ready_hf
 from ready_hf import ReadyDrafterConfig, ReadyDrafterModel
@@ -45,31 +46,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = (32, 96)  # shortest and longest, tokens
 RESERVE = 45.0  # seconds kept for evaluation and saving
 SPARE = 0.94  # share of the measured speed that is planned with
-CARD = """---
-license: apache-2.0
-library_name: ready_hf
-tags:
-- speculative-decoding
----
-
-# {name}
-
-{kind} for the small target of ready_hf: {parameters:.2f} M parameters, blocks of {block}.
-
-| what | value |
-| --- | --- |
-| run | `{command}`, {date} |
-| on | {device} |
-| steps | {steps} of {batch} rows with {anchors} blocks each |
-| tokens a round, on sampled text | {sampled:.3f} |
-| tokens a round, on greedy text | {greedily:.3f} |
-
-Tokens a round are expected ones: 1 + the summed probabilities that a draft and all before it are accepted at
-temperature 1. They come from distributions on text that the target wrote after held-out prompts, not from decoding.
-
-Training text: the target's own continuations ({greedy:.0%} of the batches greedily, the others at temperature 1) of
-prompts of {shortest} to {longest} tokens, cut from the corpus that the target was trained on; rows of {row} tokens.
-"""
 
 
 def elapsed() -> float:
@@ -231,23 +207,14 @@ def held_out(target: PreTrainedModel, tokens: torch.Tensor, args: argparse.Names
     }
 
 
-def write_card(folder: pathlib.Path, variant: str, drafter: ReadyDrafterModel, entry: dict, record: dict) -> None:
-    """The model card of one variant."""
-    kind = "A DSpark drafter" if variant == "dspark" else "A ReaDy drafter, which reads the recurrent states,"
-    evaluation = entry["evaluation"]
-    card = CARD.format(
-        name=f"Drafter `{variant}`",
-        kind=kind,
-        parameters=drafter.num_parameters() / 1e6,
-        steps=entry["steps"],
-        sampled=evaluation["sampled"]["tau"],
-        greedily=evaluation["greedy"]["tau"],
-        shortest=PROMPTS[0],
-        longest=PROMPTS[1],
-        **{name: record[name] for name in ("command", "date", "device")},
-        **{name: record["options"][name] for name in ("block", "batch", "anchors", "greedy", "row")},
+def write_record(folder: pathlib.Path, entry: dict, record: dict) -> None:
+    """`training.json` beside the weights: what its card says about training."""
+    own = {name: value for name, value in record.items() if name != "variants"}
+    greedy = record["options"]["rows"] * math.floor(
+        record["rows"] // record["options"]["rows"] * record["options"]["greedy"]
     )
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    own |= {"prompts": PROMPTS, "shares": f"{record['rows'] - greedy} at temperature 1, {greedy} greedily"}
+    (folder / "training.json").write_text(json.dumps(own | entry, indent=1) + "\n", encoding="utf-8")
 
 
 def run_variant(
@@ -278,7 +245,8 @@ def run_variant(
     (args.out / "record.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     entry["evaluation"] = evaluate_all(target, saved, held, args)
     entry["evaluation_seconds"] = round(elapsed() - trained, 1)
-    write_card(place, variant, saved, entry, record)
+    write_record(place, entry, record)
+    write_card(place)
     (args.out / "record.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     for name, metrics in entry["evaluation"].items():
         shown = [round(value, 3) for key, value in metrics.items() if key.startswith("acceptance")]

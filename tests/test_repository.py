@@ -74,8 +74,8 @@ def test_kernels_are_the_files_of_the_hub_repository():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> list[str]:
-    """Names in a wheel that is built from a copy of the sources, without a network."""
+def wheel_path(tmp_path_factory) -> Path:
+    """A wheel that is built from a copy of the sources, without a network."""
     pytest.importorskip("build", reason="the `build` package is part of the dev extra")
     copy = tmp_path_factory.mktemp("source")
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -88,7 +88,13 @@ def wheel(tmp_path_factory) -> list[str]:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (path,) = (copy / "dist").glob("*.whl")
     assert path.name.startswith(f"ready_hf-{ready_hf.__version__}-py3-none-any")
-    return zipfile.ZipFile(path).namelist()
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_path) -> list[str]:
+    """Names in the wheel."""
+    return zipfile.ZipFile(wheel_path).namelist()
 
 
 def test_wheel_holds_the_package_and_its_data(wheel):
@@ -106,3 +112,33 @@ def test_wheel_holds_the_package_and_its_data(wheel):
 def test_wheel_holds_nothing_else(wheel):
     assert {name.split("/")[0] for name in wheel} == {"ready_hf", f"ready_hf-{ready_hf.__version__}.dist-info"}
     assert [name for name in wheel if "test" in name.lower()] == []
+
+
+WHEEL_PROGRAM = """
+import pathlib, sys, ready_hf, torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+assert pathlib.Path(ready_hf.__file__).is_relative_to(sys.argv[1]), ready_hf.__file__
+path = ready_hf.small_target_path()
+target = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+inputs = AutoTokenizer.from_pretrained(path)("def main(", return_tensors="pt")
+plain = target.generate(**inputs, max_new_tokens=8, do_sample=False)
+for kind in ("ready", "dspark"):
+    drafter = AutoModel.from_pretrained(ready_hf.small_drafter_path(kind), dtype=torch.float32)
+    drafted = target.generate(**inputs, max_new_tokens=8, do_sample=False, assistant_model=drafter)
+    assert torch.equal(drafted, plain)
+print("same")
+"""
+
+
+@pytest.mark.slow
+def test_models_load_from_the_wheel(wheel_path, tmp_path):
+    zipfile.ZipFile(wheel_path).extractall(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", WHEEL_PROGRAM, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.stdout.endswith("same\n"), done.stderr[-2000:]
