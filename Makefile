@@ -17,7 +17,7 @@ PYTEST = OMP_NUM_THREADS=1 $(1)/bin/pytest -n $(WORKERS) --dist=worksteal $(PYTE
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo        drafted against plain generation on the CPU, on the model that ships with the package'
+	@echo 'make demo        code continued with and without drafting by the models that ship with the package, on the CPU'
 	@echo 'make test        all tests'
 	@echo 'make check       lint and the fast tests'
 	@echo 'make lint        ruff, mypy, import-linter'

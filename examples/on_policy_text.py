@@ -38,6 +38,11 @@ def continuations(
     return ids.cpu()
 
 
+def is_greedy_batch(index: int, share: float) -> bool:
+    """Whether batch `index` is written greedily; rounded, so that a few batches are mixed too."""
+    return math.floor((index + 0.5) * share + 0.5) > math.floor((index - 0.5) * share + 0.5)
+
+
 def write_rows(
     model: PreTrainedModel,
     tokens: torch.Tensor,
@@ -50,7 +55,7 @@ def write_rows(
     forbidden: int,
     seed: int,
 ) -> torch.Tensor:
-    """Rows `[N, length]` in int16, as many batches as fit into `seconds`, at least one.
+    """Rows `[N, length]` in int32, as many batches as fit into `seconds`, at least one.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -68,11 +73,11 @@ def write_rows(
         began, index = time.perf_counter(), len(rows)
         size = int(torch.randint(prompts[0], prompts[1] + 1, (), generator=generator))
         places = torch.randint(len(tokens) - size, (batch, 1), generator=generator)
-        is_greedy = math.floor((index + 1) * greedy) > math.floor(index * greedy)
+        is_greedy = is_greedy_batch(index, greedy)
         text = continuations(
             model, tokens[places + torch.arange(size)], length, not is_greedy, forbidden, seed * 1000 + index
         )
-        rows.append(text.to(torch.int16))
+        rows.append(text.to(torch.int32))
         slowest = max(slowest, time.perf_counter() - began) if index else 0.0  # the first one warms up
         if index in (0, 1):
             print(f"on-policy text: {batch} rows in {time.perf_counter() - began:.1f} s", flush=True)

@@ -6,7 +6,8 @@
 The recipe, for every variant (`dspark` reads no states, `ready` reads those of all recurrent layers):
 
 - text: the target continues prompts of 32 to 96 tokens from its training corpus to rows of 512 tokens, three quarters
-  at temperature 1, a quarter greedily. The mask token is suppressed; the end-of-text token does not end a row.
+  at temperature 1, a quarter greedily, in whole batches. The mask token is suppressed; the end-of-text token does not
+  end a row.
 - every step: the same rows and anchors for all variants, 15 random anchors a row, blocks of 8.
 - AdamW, cosine schedule with warm-up, bfloat16 autocast on a GPU; the steps fit the slowest variant into `--seconds`.
 - evaluation of the saved bfloat16 weights on continuations of held-out prompts, tokens of the prompts left out. For
@@ -30,7 +31,7 @@ from collections.abc import Callable
 
 import torch
 import transformers
-from on_policy_text import continuations, read_tokens, write_rows
+from on_policy_text import continuations, is_greedy_batch, read_tokens, write_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from write_drafter_cards import write_card
 
@@ -81,8 +82,10 @@ class Rows(torch.utils.data.Dataset):
 
 
 def make_drafter(target: PreTrainedModel, variant: str, args: argparse.Namespace) -> ReadyDrafterModel:
-    """A fresh drafter; the same seed for all variants."""
+    """A fresh drafter, the same seed for all variants; or the one in `--start` to go on with."""
     torch.manual_seed(args.seed)
+    if args.start is not None:
+        return ReadyDrafterModel.from_pretrained(args.start / variant, dtype=torch.float32)
     reader = {} if variant == "dspark" else {"reader_rank": args.reader_rank, "reader_query_rank": args.query_rank}
     config = ReadyDrafterConfig.for_target(
         target,
@@ -210,9 +213,8 @@ def held_out(target: PreTrainedModel, tokens: torch.Tensor, args: argparse.Names
 def write_record(folder: pathlib.Path, entry: dict, record: dict) -> None:
     """`training.json` beside the weights: what its card says about training."""
     own = {name: value for name, value in record.items() if name != "variants"}
-    greedy = record["options"]["rows"] * math.floor(
-        record["rows"] // record["options"]["rows"] * record["options"]["greedy"]
-    )
+    batches, share = record["rows"] // record["options"]["rows"], record["options"]["greedy"]
+    greedy = record["options"]["rows"] * sum(is_greedy_batch(i, share) for i in range(batches))
     own |= {"prompts": PROMPTS, "shares": f"{record['rows'] - greedy} at temperature 1, {greedy} greedily"}
     (folder / "training.json").write_text(json.dumps(own | entry, indent=1) + "\n", encoding="utf-8")
 
@@ -259,6 +261,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", default=ready_hf.tiny_target_path(), help="folder of the target")
     parser.add_argument("--data", type=pathlib.Path, help="folder of train.bin and held.bin; default: random prompts")
     parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument(
+        "--start", type=pathlib.Path, help="output folder of an earlier run, to go on from its weights"
+    )
     parser.add_argument("--variants", nargs="+", choices=["dspark", "ready"], default=["dspark", "ready"])
     parser.add_argument("--seconds", type=float, default=150, help="training time of each variant")
     parser.add_argument("--text-seconds", type=float, default=130, help="time for the target to write")

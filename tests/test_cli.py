@@ -2,6 +2,7 @@
 is loaded."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -35,6 +36,12 @@ def files(tmp_path):
     (tmp_path / "hollow").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "config.json").write_text("[1]")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    (tmp_path / "number.jsonl").write_text(f'{{"prompt": {"9" * 5000}}}')
+    (tmp_path / "surrogate.jsonl").write_text('{"prompt": "a \\ud800"}')
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "config.json").write_text(json.dumps({"model_type": "ready_drafter"}))
     return tmp_path
@@ -64,6 +71,13 @@ WRONG = [
     (["--prompts-file", "DIR/empty.jsonl"], "holds no prompts"),
     (["--prompts-file", "DIR/wrong.jsonl"], "wrong.jsonl line 2 is not JSON"),
     (["--prompts-file", "DIR/binary.jsonl"], "UTF-8"),
+    (["--prompts-file", "DIR/deep.jsonl"], "deep.jsonl line 1 cannot be read as JSON"),
+    (["--prompts-file", "DIR/number.jsonl"], "number.jsonl line 1 cannot be read as JSON"),
+    (["--prompts-file", "DIR/surrogate.jsonl"], "surrogate.jsonl line 1: a prompt holds half of a surrogate pair"),
+    (["--target", "DIR/list"], "no readable config.json"),
+    (["--target", "x" * 5000], "neither a folder nor"),
+    (["--plot", "DIR/folder.png"], "is a folder"),
+    (["--device", "cpu:1"], "--device must be cpu, cuda"),
     (["--target", "DIR/none"], "neither a folder nor"),
     (["--target", "./none"], "neither a folder nor"),
     (["--target", "DIR/hollow"], "no readable config.json"),
@@ -173,3 +187,52 @@ def test_the_module_is_the_same_command():
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "ready-hf: --prompts must be at least 1, got 0\n"
+
+
+def changed(folder, source, **fields):
+    """A copy of a model's folder with other fields in its configuration."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_size": 99}, "`block_size` must be 2 to 31, got 99"),
+        ({"block_size": "8"}, "expected int, got str"),
+        ({"reader_rank": 7}, "reader.up_proj.weight has shape"),
+        ({"state_layer_ids": None}, "belongs to no module: reader.query"),
+    ],
+    ids=str,
+)
+def test_a_drafter_folder_that_is_not_as_it_should_be_is_one_line(fields, message, tmp_path, capsys):
+    folder = changed(tmp_path / "drafter", ready_hf.small_drafter_path(), **fields)
+    code, out, err = run(capsys, "demo", "--drafter", folder)
+    assert (code, out) == (2, "")
+    assert "cannot be used" in err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_target_folder_that_is_not_as_it_should_be_is_one_line(tmp_path, capsys):
+    tiny = ready_hf.tiny_target_path()
+    other_size = changed(tmp_path / "size", tiny, vocab_size=100)
+    more_layers = changed(tmp_path / "more", tiny, num_hidden_layers=7, layer_types=["linear_attention"] * 7)
+    no_tokenizer = changed(tmp_path / "none", tiny)
+    for file in (tmp_path / "none").glob("tokenizer*"):
+        file.write_text("{}")
+    messages = {other_size: "do not have the shapes", more_layers: "its weights lack", no_tokenizer: "KeyError"}
+    for folder, message in messages.items():
+        code, out, err = run(capsys, "demo", "--target", folder)
+        assert (code, out) == (2, "")
+        assert f"{folder} cannot be used" in err
+        assert message in err
+        assert err.count("\n") == 1
+
+
+def test_more_tokens_than_the_context_are_refused(capsys):
+    code, _, err = run(capsys, "demo", "--max-new-tokens", str(10**12))
+    assert code == 2
+    assert "is more than the target's context of 4096" in err

@@ -4,6 +4,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 
 from ready_hf import ReadyDrafterConfig
+from support import drafter_for, tiny_target
 
 
 G, VOCABULARY = 4, 61
@@ -24,6 +25,10 @@ WRONG_CONFIGS = [
     ({"num_hidden_layers": 0}, "`num_hidden_layers` must be at least 1, got 0"),
     ({"vocab_size": 0}, "`vocab_size` must be at least 1, got 0"),
     ({"num_key_value_heads": 3}, r"`num_attention_heads` \(4\) must be a multiple of `num_key_value_heads` \(3\)"),
+    ({"num_attention_heads": 0}, "`num_attention_heads` must be at least 1, got 0"),
+    ({"num_key_value_heads": 0}, "`num_key_value_heads` must be at least 1, got 0"),
+    ({"head_dim": 0}, "`head_dim` must be at least 1, got 0"),
+    ({"hidden_act": "foo"}, "`hidden_act` must be an activation that transformers knows, got 'foo'"),
     ({"head_dim": 7}, "`head_dim` must be even for rotary embeddings, got 7"),
     ({"mask_token_id": VOCABULARY}, f"`mask_token_id` must be 0 to {VOCABULARY - 1}, got {VOCABULARY}"),
     ({"mask_token_id": -1}, f"`mask_token_id` must be 0 to {VOCABULARY - 1}, got -1"),
@@ -64,3 +69,13 @@ def test_what_is_refused_is_right_otherwise():
     assert config.has_reader
     assert config.layer_types == ["full_attention", "full_attention"]
     assert ReadyDrafterConfig(**RIGHT, sliding_window=G).layer_types == ["sliding_attention", "sliding_attention"]
+
+
+def test_a_reader_that_is_wanted_and_not_wanted_is_refused():
+    with pytest.raises(ValueError, match=r"`reader=False` .* `state_layer_ids=\[0\]`"):
+        ReadyDrafterConfig.for_target(tiny_target("qwen3_5"), reader=False, state_layer_ids=[0])
+
+
+def test_a_drafter_is_no_target():
+    with pytest.raises(TypeError, match="ReadyDrafterModel, which is a drafter: are the two swapped"):
+        ReadyDrafterConfig.for_target(drafter_for(tiny_target("qwen3_5")))

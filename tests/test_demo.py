@@ -287,3 +287,10 @@ def test_the_shipped_prompts_say_where_they_come_from():
     prompts = read_prompts(Path(shipped.small_target_path()) / "prompts.jsonl")
     assert len(prompts) >= 20
     assert all(prompt.source and not prompt.is_turn for prompt in prompts)
+
+
+def test_lines_end_at_line_feeds_alone_and_a_byte_order_mark_is_skipped(tmp_path):
+    """JSON allows the other separators of Unicode inside of a string."""
+    text = "a\u2028b\x85c"
+    (tmp_path / "a.jsonl").write_bytes(f'\ufeff{{"prompt": "{text}"}}\r\n\n{{"prompt": "d"}}'.encode())
+    assert [prompt.text for prompt in read_prompts(tmp_path / "a.jsonl")] == [text, "d"]

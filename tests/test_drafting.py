@@ -173,6 +173,37 @@ def test_confidence_threshold_cuts_the_block_before_the_draft_it_distrusts(promp
     assert torch.equal(drafted, target.generate(**prompt, max_new_tokens=24, do_sample=False))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("confidence_threshold", 1.5, r"`confidence_threshold` must be in \[0, 1\), got 1.5"),
+        ("confidence_threshold", float("nan"), "`confidence_threshold` must be in"),
+        ("enable_confidence_head", False, "needs `enable_confidence_head=True`"),
+        ("block_size", 40, "`block_size` must be 2 to 31, got 40"),
+        ("block_size", 4, "the reader was made for blocks of 6 slots, and `block_size` is now 4"),
+    ],
+)
+def test_fields_set_after_the_drafter_was_made_are_checked(prompt, name, value, message):
+    target = trained_target()
+    drafter = drafter_for(target, confidence_threshold=0.1)
+    setattr(drafter.config, name, value)
+    with pytest.raises(ValueError, match=message):
+        target.generate(**prompt, max_new_tokens=8, do_sample=False, assistant_model=drafter)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_quantized_drafter_drafts_nearly_the_same(prompt, contexts):
+    target = trained_target()
+    plain = target.generate(**prompt, max_new_tokens=8, do_sample=False)
+    drafts = []
+    for drafter in (drafter_for(target), torch.ao.quantization.quantize_dynamic(drafter_for(target))):
+        contexts.clear()
+        drafted = target.generate(**prompt, max_new_tokens=8, do_sample=False, assistant_model=drafter)
+        assert torch.equal(drafted, plain)
+        drafts.append(contexts[0][2][0])
+    assert (drafts[0] == drafts[1]).float().mean() > 0.5
+
+
 def test_drafts_that_are_not_finite_are_dropped_with_a_warning(prompt, contexts, caplog):
     target = trained_target()
     drafter = drafter_for(target)
@@ -233,6 +264,14 @@ def test_a_call_leaves_nothing_in_drafter_or_target(prompt):
     target.generate(**prompt, max_new_tokens=8, do_sample=False, assistant_model=drafter)
     assert ({name: id(value) for name, value in vars(drafter).items()}, set(drafter.state_dict())) == before
     assert not any(len(module._forward_hooks) for module in target.get_decoder().layers)
+
+
+def test_a_drafter_configured_to_return_tuples_drafts_all_the_same(prompt):
+    target = trained_target()
+    drafter = drafter_for(target)
+    drafter.config.return_dict = False
+    plain = target.generate(**prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(target.generate(**prompt, max_new_tokens=8, do_sample=False, assistant_model=drafter), plain)
 
 
 def test_pipeline_takes_a_drafter(prompt):

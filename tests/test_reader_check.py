@@ -234,3 +234,37 @@ def test_the_command_prints_table_and_verdict(tmp_path, capsys):
     assert "one round old" in out
     assert "The reader does not help yet" in out
     assert reader_check.RULE in out
+
+
+def test_one_pair_has_no_interval():
+    found = paired_difference([2.0, math.nan], [1.0, 3.0])
+    assert found.mean == 1.0
+    assert math.isnan(found.low)
+    assert math.isnan(found.high)
+
+
+def test_a_text_that_ends_before_its_first_draft_leaves_no_states(monkeypatch):
+    """Another prompt's states are then those of the next one that has some; without any, there is no such pair."""
+    target, inputs = trained_target(), prompts(3)
+    firsts = [int(target.generate(**one, max_new_tokens=1, do_sample=False)[0, -1]) for one in inputs]
+    inputs.append({name: value[:, :-6] for name, value in inputs[0].items()})
+    other = int(target.generate(**inputs[-1], max_new_tokens=1, do_sample=False)[0, -1])
+    assert other not in firsts
+    monkeypatch.setattr(target.generation_config, "eos_token_id", other)
+    lengths = check_reader(target, drafter(0.3), inputs, max_new_tokens=6, resamples=10).lengths["greedy"]
+    assert [math.isnan(value) for value in lengths[OTHER]] == [False, False, False, True]
+    monkeypatch.setattr(target.generation_config, "eos_token_id", [other, *firsts[1:]])
+    found = check_reader(target, drafter(0.3), [inputs[0], inputs[-1]], max_new_tokens=6, resamples=10)
+    assert all(math.isnan(value) for value in found.lengths["greedy"][OTHER])
+    assert not found.helps
+    assert "does not help" in found.verdict
+
+
+def test_what_cannot_be_checked_is_named():
+    target, model = trained_target(), drafter()
+    with pytest.raises(TypeError, match="expected a ReaDy drafter, got Qwen3_5ForCausalLM: the order is"):
+        check_reader(model, target, prompts())
+    with pytest.raises(TypeError, match="expected a ReaDy drafter, got PromptLookupDrafter"):
+        check_reader(target, ready_hf.PromptLookupDrafter(), prompts())
+    with pytest.raises(ValueError, match="a dict with `input_ids`"):
+        check_reader(target, model, [{"inputs_embeds": torch.ones(1, 3, 128)}] * 2)

@@ -3,13 +3,14 @@
 import copy
 import importlib
 import json
+import logging
 import math
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from ready_hf import ReadyDrafterModel
 from ready_hf.features import FrozenTarget
@@ -269,3 +270,106 @@ def test_the_example_script_makes_both_drafters(tmp_path, monkeypatch):
         assert saved.num_parameters() == entry["parameters"]
         assert (saved.reader is not None) == (variant == "ready")
         assert "tokens a round" in (tmp_path / variant / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_anchors": 0}, "`num_anchors` must be at least 1, got 0"),
+        ({"anchor_stride": 0}, "`anchor_stride` must be at least 1, got 0"),
+        ({"max_logits_per_chunk": 0}, "`max_logits_per_chunk` must be at least 1, got 0"),
+        ({"loss_decay": 0.0}, "`loss_decay` must be above 0"),
+        ({"distance_weight": -1.0}, "0 or more"),
+        ({"distance_weight": math.nan}, "0 or more"),
+        ({"distance_weight": 0.0, "cross_entropy_weight": 0.0, "confidence_weight": 0.0}, "one of them above 0"),
+        ({"remove_unused_columns": True}, "would remove every column"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_train_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        ReadyTrainingArguments(str(tmp_path), use_cpu=True, **options)
+
+
+def test_drafter_target_and_arguments_in_the_wrong_place_are_named(tmp_path):
+    target = tiny_target("qwen3_5")
+    drafter, arguments = drafter_for(target), ReadyTrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(TypeError, match="expected a drafter to train, got Qwen3_5ForCausalLM"):
+        ReadyTrainer(target, arguments, target=drafter)
+    with pytest.raises(TypeError, match="ReadyDrafterModel, which is a drafter"):
+        ReadyTrainer(drafter, arguments, target=drafter)
+    with pytest.raises(TypeError, match="must be ReadyTrainingArguments, got TrainingArguments"):
+        ReadyTrainer(drafter, TrainingArguments(str(tmp_path), use_cpu=True), target=target)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (lambda: rows_of(length=7), {}),  # a block of 6 needs 8 tokens
+        (lambda: [{"input_ids": []}] * 8, {}),
+        (lambda: [row | {"loss_mask": torch.zeros(LENGTH)} for row in rows_of()], {}),
+        (rows_of, {"anchor_stride": LENGTH}),
+    ],
+    ids=["short", "empty", "masked", "stride"],
+)
+def test_nothing_to_learn_from_is_said(tmp_path, caplog, rows, options):
+    trainer = trainer_for(tmp_path, rows=rows(), **options)
+    for run, where in ((trainer.train, "step 1"), (trainer.evaluate, "the evaluation")):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "ready_hf.training"):
+            run()
+        assert f"nothing to learn from in {where}: a block needs a row of more than 7 tokens" in caplog.text
+
+
+def test_enough_to_learn_from_is_not_remarked_on(tmp_path, caplog):
+    trainer = trainer_for(tmp_path, rows=rows_of(length=8))
+    with caplog.at_level(logging.WARNING, "ready_hf.training"):
+        trainer.train()
+        trainer.evaluate()
+    assert "nothing to learn" not in caplog.text
+
+
+def test_columns_of_other_collators_are_left_alone(tmp_path):
+    """Such as the labels of `DataCollatorForLanguageModeling`."""
+
+    def with_labels(rows):
+        batch = DraftingCollator()(rows)
+        return batch | {"labels": batch["input_ids"].clone()}
+
+    found = []
+    for collator in (DraftingCollator(), with_labels):
+        trainer = trainer_for(tmp_path)
+        trainer.data_collator = collator
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [("abc", "one list of numbers, got str"), (None, "one list of numbers, got NoneType"), ([3.0, 4.5], "got 4.5")],
+    ids=str,
+)
+def test_rows_that_are_no_whole_numbers_are_refused(row, message):
+    with pytest.raises(ValueError, match=message):
+        DraftingCollator()([{"input_ids": row}])
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_gradient_scaler_skips_steps_by_itself(tmp_path, max_grad_norm):
+    """Float16 starts with a scale that overflows, and the scaler must see that."""
+    trainer = trainer_for(tmp_path, max_grad_norm=max_grad_norm)
+    scaler = trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    before = weights(trainer.model)
+    trainer.train()
+    assert scaler.get_scale() == 2.0**126
+    assert all(torch.equal(before[name], value) for name, value in weights(trainer.model).items())
+
+
+def test_labels_of_fine_tuning_rows_are_a_loss_mask():
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [5, 6], "labels": [5, -100]}]
+    assert DraftingCollator()(rows)["loss_mask"].tolist() == [[0, 1, 1], [1, 0, 0]]
+    own = [{"input_ids": [5, 6], "labels": [-100, -100], "loss_mask": [1, 0]}]
+    assert DraftingCollator()(own)["loss_mask"].tolist() == [[1, 0]]
+    with pytest.raises(ValueError, match="`loss_mask` has 1 entries"):
+        DraftingCollator()([{"input_ids": [5, 6], "labels": [5]}])

@@ -6,7 +6,7 @@ every other call as it was; `ready_hf.unhook()` undoes that.
 
 from pathlib import Path
 
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from ready_hf.candidates import DraftContext, Drafter, PromptLookupDrafter, ReadyCandidateGenerator
 from ready_hf.configuration_ready import ReadyDrafterConfig
@@ -17,7 +17,7 @@ from ready_hf.generation import (
     speculate,
     unhook,
 )
-from ready_hf.modeling_ready import ReadyDrafterModel, ReadyDrafterOutput
+from ready_hf.modeling_ready import DrafterIsNoTarget, ReadyDrafterModel, ReadyDrafterOutput
 from ready_hf.outputs import SpeculativeDecodingOutput
 from ready_hf.rollback import Rollback
 from ready_hf.shipped import small_drafter_path, small_target_path
@@ -61,4 +61,5 @@ def tiny_target_path() -> str:
 
 AutoConfig.register("ready_drafter", ReadyDrafterConfig, exist_ok=True)
 AutoModel.register(ReadyDrafterConfig, ReadyDrafterModel, exist_ok=True)
+AutoModelForCausalLM.register(ReadyDrafterConfig, DrafterIsNoTarget, exist_ok=True)  # refuses
 hook()

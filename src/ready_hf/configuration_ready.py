@@ -5,18 +5,30 @@ is derived by `ReadyDrafterConfig.for_target`; `check_target` names what does no
 """
 
 import os
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.activations import ACT2FN
 
 from ready_hf.target import UnsupportedTargetError
 from ready_hf.target_shape import TargetShape, special_token_ids, target_shape
 
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 2, 31
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_target_layers",
+)
 
 # Every saved folder carries one line of code, so that `trust_remote_code=True` finds the classes of the installed
 # package without `import ready_hf`. No source is copied: there is one implementation, and it is the installed one.
@@ -114,7 +126,7 @@ class ReadyDrafterConfig(PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
+            self.head_dim = self.hidden_size // max(1, self.num_attention_heads)  # 0 heads are refused below
         if self.layer_types is None:
             kind = "full_attention" if self.sliding_window is None else "sliding_attention"
             self.layer_types = [kind] * self.num_hidden_layers
@@ -137,9 +149,11 @@ class ReadyDrafterConfig(PreTrainedConfig):
         """
         if not SMALLEST_BLOCK <= self.block_size <= LARGEST_BLOCK:
             raise ValueError(f"`block_size` must be {SMALLEST_BLOCK} to {LARGEST_BLOCK}, got {self.block_size}")
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be an activation that transformers knows, got {self.hidden_act!r}")
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
@@ -192,8 +206,10 @@ class ReadyDrafterConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """As in transformers; the shim for `trust_remote_code=True` is written next to the configuration."""
         self.auto_map = dict(AUTO_MAP)
-        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        super().save_pretrained(save_directory, **({} if push_to_hub else kwargs))
         (Path(save_directory) / SHIM_FILE).write_text(SHIM, encoding="utf-8")
+        if push_to_hub:  # not by the line above, which would leave the shim behind
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
@@ -217,7 +233,8 @@ class ReadyDrafterConfig(PreTrainedConfig):
             reader (`bool`): Read the states of all recurrent layers (choose some with `state_layer_ids=[...]`);
                 `False` gives DSpark.
             mask_token_id (`int`, *optional*): Default: the tokenizer's mask token; else the last row of the vocabulary
-                that is no bos, eos or pad and, with a tokenizer, no token.
+                that is no bos, eos or pad (of the target, its generation configuration, or the tokenizer) and, with
+                a tokenizer, no token.
             tokenizer (`PreTrainedTokenizerBase`, *optional*): Only to choose `mask_token_id`.
             options: Any other field.
 
@@ -230,6 +247,11 @@ class ReadyDrafterConfig(PreTrainedConfig):
         unknown = sorted(set(options) - {field.name for field in fields(cls)})
         if unknown:
             raise TypeError(f"{cls.__name__} has no field {', '.join(map(repr, unknown))}")
+        if not reader and options.get("state_layer_ids"):
+            raise ValueError(
+                f"`reader=False` makes a drafter that reads no states, `state_layer_ids={options['state_layer_ids']}` "
+                "one that does: pass one of them"
+            )
         shape = target_shape(target)
         config = target if isinstance(target, PreTrainedConfig) else target.config
         special = special_token_ids(config)
@@ -237,7 +259,9 @@ class ReadyDrafterConfig(PreTrainedConfig):
         if reader and options.get("state_layer_ids", ()) is not None:
             derived |= _derived_reader(shape, options.get("state_layer_ids"))
         if mask_token_id is None:
-            mask_token_id = choose_mask_token(shape.vocab_size, special, tokenizer)
+            sources = (getattr(target, "generation_config", None), tokenizer)
+            used = [*special.values(), *(getattr(source, name, None) for source in sources for name in special)]
+            mask_token_id = choose_mask_token(shape.vocab_size, used, tokenizer)
         made = cls(**{**derived, **options, "mask_token_id": mask_token_id})
         made.check_target(shape)
         return made
@@ -284,23 +308,23 @@ def default_target_layer_ids(num_layers: int, most: int = 5) -> list[int]:
 
 
 def choose_mask_token(
-    vocab_size: int, special: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None = None
+    vocab_size: int, special: Iterable[Any], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> int:
     """An id for the mask slots that no text contains; see `ReadyDrafterConfig.for_target`.
 
     Raises:
         ValueError: the tokenizer uses every row of the vocabulary.
     """
-    taken = {i for ids in special.values() for i in (ids if isinstance(ids, list) else [ids])}
+    taken = {i for ids in special for i in (ids if isinstance(ids, list) else [ids])}
     own = getattr(tokenizer, "mask_token_id", None)
     if own is not None and own not in taken and own < vocab_size:
         return int(own)
-    first = 0 if tokenizer is None else len(tokenizer)
+    first = 0 if tokenizer is None else max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
     free = [i for i in range(vocab_size - 1, max(first, vocab_size - 100) - 1, -1) if i not in taken]
     if not free:
         raise ValueError(
-            f"the tokenizer has {first} tokens and the target {vocab_size} rows, so no row is free for the mask "
-            "slots: pass `mask_token_id=` an id that no text contains"
+            f"the tokenizer uses ids up to {first - 1} and the target has {vocab_size} rows, so no row is free for "
+            "the mask slots: pass `mask_token_id=` an id that no text contains"
         )
     return free[0]
 

@@ -226,7 +226,7 @@ class _Sequences:
 
     def append(self, column: Column) -> bool:
         """Adds one token per row; returns whether a row finished, which ends the block."""
-        tokens = column.tokens
+        tokens, emitting = column.tokens, self.emitting
         if self._pad is not None:
             tokens = torch.where(self.unfinished, tokens, self._pad.to(tokens.device))
         self.transcript.add_column(column)
@@ -234,7 +234,14 @@ class _Sequences:
         if self._streamer is not None:
             self._streamer.put(tokens.cpu())
         self.unfinished = self.unfinished & ~self._stopping_criteria(self.ids, self.transcript.scores)
-        before, self.num_unfinished = self.num_unfinished, int(self.unfinished.sum())
+        is_nan = emitting & column.scores.gather(1, column.tokens[:, None])[:, 0].isnan()  # argmax finds a NaN
+        before = self.num_unfinished
+        self.num_unfinished, num_nan = torch.stack([self.unfinished.sum(), is_nan.sum()]).tolist()
+        if num_nan:
+            raise RuntimeError(
+                f"the target's scores of token {self.ids.shape[1] - 1} are not a number: is it broken, or overflowing "
+                "in its dtype? `remove_invalid_values=True` goes on regardless"
+            )
         return self.num_unfinished < before
 
     def padded_where_finished(self, drafts: torch.Tensor) -> torch.Tensor:

@@ -215,7 +215,10 @@ def run_demo(settings: Settings) -> int:
     if settings.plot is not None:
         way = settings.ways[0]
         stats = {run.name: run.stats for run in found.runs[way] if run.name in models}
-        plots.save_acceptance(stats, settings.plot, f"Accepted drafts, {way}")
+        try:
+            plots.save_acceptance(stats, settings.plot, f"Accepted drafts, {way}")
+        except OSError as error:
+            raise UsageError(f"--plot {settings.plot} cannot be written: {error}") from error
         print(f"\nPlot: {settings.plot}")
     if settings.dtype == "float32" and not found.is_identical:
         print(

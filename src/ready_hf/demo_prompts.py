@@ -62,7 +62,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not path.is_file():
         raise UsageError(f"the prompts file {path} does not exist, or is not a file")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # not `splitlines`, which also splits at U+2028 and the like: JSON allows them inside of a string
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError:
         raise UsageError(f"{path.name} is not a text file in UTF-8") from None
     found = [_prompt(line, f"{path.name} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -102,10 +103,22 @@ def _prompt(line: str, where: str) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise UsageError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; nesting without end
+        raise UsageError(f"{where} cannot be read as JSON: {error}") from None
     if not isinstance(row, dict) or not {"prompt", "turns"} & set(row):
         raise UsageError(f'{where} must be {{"prompt": "..."}} or {{"turns": ["...", ...]}}')
     turns = [row["prompt"]] if "prompt" in row else row["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise UsageError(f"{where}: a prompt must be a text that is not empty, and `turns` a list of such texts")
+    if not all(_is_unicode(turn) for turn in turns):
+        raise UsageError(f"{where}: a prompt holds half of a surrogate pair, which is no text")
     source = " ".join(str(row[name]) for name in ("package", "version") if row.get(name))
     return Prompt(turns[0], source, is_turn="prompt" not in row)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,12 +1,12 @@
 """Options of the demo: refused before anything is loaded if they cannot work, and the models that they name."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ready_hf import plots, shipped
@@ -77,6 +77,8 @@ class Settings:
         if self.plot is not None:
             if self.plot.suffix not in PLOT_FORMATS:
                 raise UsageError(f"--plot {self.plot} must end in .png, .svg or .pdf")
+            if self.plot.is_dir():
+                raise UsageError(f"--plot {self.plot} is a folder")
             if not self.plot.parent.is_dir():
                 raise UsageError(f"--plot {self.plot}: there is no folder {self.plot.parent}")
             try:
@@ -94,11 +96,19 @@ def load_target(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenize
     path = settings.target_path
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        target = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[settings.dtype])
+        target, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=DTYPES[settings.dtype], output_loading_info=True
+        )
+        if info["missing_keys"]:  # transformers would make them up
+            raise ValueError(f"its weights lack {', '.join(sorted(info['missing_keys'])[:3])}")
         check_target(target)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UsageError(f"the target {path} cannot be used: {_first_line(error)}") from error
-    return target.to(settings.device).eval(), tokenizer
+        target = target.to(settings.device).eval()
+    except Exception as error:  # libraries raise errors of all types about a folder that is not as it should be
+        raise UsageError(f"the target {path} cannot be used: {_reason(error)}") from error
+    longest = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is not None and settings.max_new_tokens > longest:
+        raise UsageError(f"--max-new-tokens {settings.max_new_tokens} is more than the target's context of {longest}")
+    return target, tokenizer
 
 
 def load_drafters(target: PreTrainedModel, settings: Settings) -> dict[str, Any]:
@@ -114,8 +124,8 @@ def load_drafters(target: PreTrainedModel, settings: Settings) -> dict[str, Any]
             if not is_drafter(model):
                 raise ValueError(f"it is a {type(model).__name__} and no ReaDy drafter")
             model.config.check_target(target)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise UsageError(f"the drafter {path} cannot be used: {_first_line(error)}") from error
+        except Exception as error:
+            raise UsageError(f"the drafter {path} cannot be used: {_reason(error)}") from error
         name = "ReaDy" if model.config.has_reader else "DSpark"
         if name in found:
             name = f"{name} {len(found) + 1} ({Path(path).name})"
@@ -128,7 +138,7 @@ def _check_device(name: str) -> None:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"--device must be cpu, cuda or cuda:NUMBER, got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
+    if device.type != "cuda" and name != "cpu":
         raise UsageError(f"--device must be cpu, cuda or cuda:NUMBER, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"--device {name}: torch finds {torch.cuda.device_count()} CUDA devices on this machine")
@@ -139,18 +149,25 @@ def _check_model(option: str, path: str | None) -> None:
     if path is None:
         return
     folder = Path(path)
-    if not folder.exists():
+    if not os.path.exists(path):  # which takes names that are too long, too
         if path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith("/"):
             return
         raise UsageError(f"{option} {path} is neither a folder nor the name of a Hub repository, OWNER/NAME")
     try:
         model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError, RecursionError):  # AttributeError: JSON, but no object
         raise UsageError(f"{option} {path} holds no readable config.json: save a model there first") from None
     if (model_type == "ready_drafter") != (option == "--drafter"):
         kind = "a ReaDy drafter" if option == "--drafter" else "a language model; that is a drafter"
         raise UsageError(f"{option} {path} has model type {model_type!r}, but must be {kind}")
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _reason(error: Exception) -> str:
+    """What an error of a library says, as one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    if "`ignore_mismatched_sizes`" in lines[0]:  # its details are in a report that goes to the log
+        return "its weights do not have the shapes that its config.json says"
+    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return said if isinstance(error, (OSError, ValueError, RuntimeError)) else f"{type(error).__name__}: {said}"

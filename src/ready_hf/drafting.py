@@ -24,6 +24,11 @@ from ready_hf.target import committed_states, recurrent_layers
 
 logger = logging.getLogger(__name__)
 
+NOT_A_TARGET = (
+    "is a drafter and has no embeddings or head of its own: load its target (AutoModelForCausalLM) and the drafter "
+    "(AutoModel), and call `target.generate(**inputs, assistant_model=drafter)`"
+)
+
 
 class DraftingMixin:
     """Makes a drafter model usable as `assistant_model=` and in `ready_hf.speculate`."""
@@ -41,8 +46,10 @@ class DraftingMixin:
         """A generator for one `generate` call; see `ready_hf.Drafter`.
 
         Raises:
-            ValueError: the drafter was not made for this target, or the prompt has ids beyond its vocabulary.
+            ValueError: a field of the configuration is not allowed, the drafter was not made for this target, or the
+            prompt has ids beyond its vocabulary.
         """
+        self.config.validate_architecture()  # fields may have been set since the drafter was made
         self.config.check_target(target)
         lowest, highest = (int(input_ids.min()), int(input_ids.max())) if input_ids.numel() else (0, 0)
         if lowest < 0 or highest >= self.config.vocab_size:
@@ -57,10 +64,7 @@ class DraftingMixin:
         Raises:
             TypeError: always, saying how to use it.
         """
-        raise TypeError(
-            f"{type(self).__name__} is a drafter and has no embeddings or head of its own: load its target and call "
-            "`target.generate(**inputs, assistant_model=drafter)`"
-        )
+        raise TypeError(f"{type(self).__name__} {NOT_A_TARGET}")
 
 
 class DraftSession:
@@ -92,13 +96,6 @@ class DraftSession:
         """One block; see `BlockDrafter.draft`. The confidence threshold may cut it, down to no draft at all."""
         hidden_states = self._block(context)[:, : context.num_drafts]
         logits = self._drafter.base_logits(hidden_states, self._head)
-        if not bool(torch.isfinite(logits).all()):
-            logger.warning(
-                "ready_hf: draft logits are not finite, so no drafts are proposed in this round: are drafter (%s) or "
-                "target broken, or overflowing in their dtype?",
-                hidden_states.dtype,
-            )
-            return context.input_ids[:, :0], None
         return self._tokens(hidden_states, logits, context)
 
     def states(self, context: DraftContext) -> torch.Tensor | None:
@@ -129,6 +126,7 @@ class DraftSession:
             context_position_ids=positions[:, :-1],
             cache=self._cache,
             use_cache=True,
+            return_dict=True,  # whatever the configuration says
         )
         return outputs.last_hidden_state
 
@@ -156,6 +154,7 @@ class DraftSession:
         survival = torch.ones(len(previous), device=logits.device)
         drafts: list[torch.Tensor] = []
         warped: list[torch.Tensor] = []
+        finite: list[torch.Tensor] = []
         for k in range(logits.shape[1]):
             hidden = hidden_states[:, k]
             if threshold:
@@ -167,11 +166,22 @@ class DraftSession:
             if markov is not None:
                 latent = markov.step(hidden, previous, latent)
                 step_logits = step_logits + markov.markov_w2(latent).float()
+            finite.append(torch.isfinite(step_logits).all())
+            step_logits = step_logits.masked_fill(~finite[-1], 0.0)  # something to draw from; dropped below
             previous, sampled_from = choose_drafts(step_logits, context.do_sample, context.warpers)
             drafts.append(previous)
             if sampled_from is not None:
                 warped.append(sampled_from)
-        if not drafts:
+        num_finite = int(torch.stack(finite).long().cumprod(0).sum()) if finite else 0  # one wait for the device
+        if num_finite < len(finite):
+            logger.warning(
+                "ready_hf: draft logits are not finite, so %d of %d drafts are dropped in this round: are drafter "
+                "(%s) or target broken, or overflowing in their dtype?",
+                len(finite) - num_finite,
+                len(finite),
+                hidden_states.dtype,
+            )
+        if not num_finite:
             return context.input_ids[:, :0], None
-        tokens = torch.stack(drafts, dim=1).to(context.input_ids.device)
-        return tokens, torch.stack(warped, dim=1) if warped else None
+        tokens = torch.stack(drafts[:num_finite], dim=1).to(context.input_ids.device)
+        return tokens, torch.stack(warped[:num_finite], dim=1) if warped else None

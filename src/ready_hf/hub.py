@@ -67,9 +67,11 @@ def drafter_card(
             that nobody has checked.
 
     Raises:
-        TypeError: an evaluation result that is none.
+        TypeError: an evaluation result or a reader check that is none.
         ValueError: anything that the Hub would refuse, all at once.
     """
+    if reader_check is not None and not callable(getattr(reader_check, "table", None)):
+        raise TypeError(f"`reader_check` must be what `check_reader` returns, got {type(reader_check).__name__}")
     config = drafter.config
     results = [result for result in map(_with_plain_value, eval_results or ()) if result is not None]
     own_tags = [*TAGS, *(["ready"] if config.has_reader else [])]
@@ -90,7 +92,7 @@ def drafter_card(
         template_path=str(TEMPLATE),
         title=str(repo_id).rsplit("/", 1)[-1],
         drafter_id=repo_id,
-        target_id=base_model or "the target of this drafter",
+        target_id=base_model or "path/to/its/target",
         target_name=f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "its target",
         config=config,
         num_parameters=drafter.num_parameters(),
@@ -127,6 +129,9 @@ def check_card(card: ModelCard) -> None:
     tags = _as_list(data.get("tags"))
     if not tags or not all(isinstance(tag, str) and tag.strip() and tag.isprintable() for tag in tags):
         problems.append(f"`tags` must be printable words, at least one, got {tags}")
+    languages = _as_list(data.get("language"))
+    if not all(isinstance(language, str) for language in languages):
+        problems.append(f"`language` must be codes such as 'en', got {languages}")
     license = data.get("license")
     if license is not None and not (isinstance(license, str) and LICENSE.fullmatch(license)):
         problems.append(f"`license` must be an identifier such as 'apache-2.0' or 'other', got {license!r}")

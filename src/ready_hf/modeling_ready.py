@@ -20,10 +20,13 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ready_hf.backbone import BlockAttention, DrafterLayer, block_mask
 from ready_hf.configuration_ready import ReadyDrafterConfig
-from ready_hf.drafting import DraftingMixin
+from ready_hf.drafting import NOT_A_TARGET, DraftingMixin
 from ready_hf.heads import ConfidenceHead, SequentialHead, ZeroLinear
 from ready_hf.hub import push_to_hub
 from ready_hf.state_reader import StateReader
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass
@@ -223,7 +226,9 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
     def base_logits(self, hidden_states: torch.Tensor, head: nn.Module) -> torch.Tensor:
         """Logits `[..., V]` in float32 of the target's head, before the sequential head."""
         weight = next(head.parameters())
-        return head(hidden_states.to(weight.device, weight.dtype)).float().to(hidden_states.device)
+        # a quantized head takes its input as it is
+        dtype = weight.dtype if weight.dtype in FLOATS else hidden_states.dtype
+        return head(hidden_states.to(weight.device, dtype)).float().to(hidden_states.device)
 
     def confidence_logits(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor | None:
         """Logits `[...]` in float32 of P(accepted | all before accepted), or `None` without a confidence head."""
@@ -312,7 +317,29 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
             raise ValueError("`anchor_positions` cannot be combined with a `cache`: it serves one block at the end")
         if self.reader is None:
             return
+        if len(self.reader.query) != config.block_size:
+            raise ValueError(
+                f"the reader was made for blocks of {len(self.reader.query)} slots, and `block_size` is now "
+                f"{config.block_size}: cut drafts with `num_assistant_tokens` or `confidence_threshold` instead"
+            )
         expected = [noise_embeds.shape[0], num_anchors, len(config.state_layer_ids or ()), *(config.state_shape or ())]
         if states is None or list(states.shape) != expected:
             got = None if states is None else list(states.shape)
             raise ValueError(f"`states` of a drafter with a reader must be [B, A, N, H, K, V] = {expected}, got {got}")
+
+
+class DrafterIsNoTarget(ReadyDrafterPreTrainedModel):
+    """What `AutoModelForCausalLM` finds for a drafter: an error that says how to use it."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
+        """Refused.
+
+        Raises:
+            TypeError: always, saying how to use a drafter.
+        """
+        raise TypeError(f"{str(pretrained_model_name_or_path)!r} {NOT_A_TARGET}")
+
+    @classmethod
+    def _from_config(cls, config: ReadyDrafterConfig, **kwargs: Any) -> Any:
+        raise TypeError(f"a model of type {config.model_type!r} {NOT_A_TARGET}")

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ready_hf.candidates import DraftContext, ReadyCandidateGenerator
-from ready_hf.drafting import DraftSession
+from ready_hf.drafting import DraftingMixin, DraftSession
 from ready_hf.statistics import record_stats
 
 
@@ -193,10 +193,17 @@ def check_reader(
         resamples (`int`): Of the prompts, for the interval (paired bootstrap, percentiles).
 
     Raises:
+        TypeError: not a drafter.
         ValueError: a drafter without reader, fewer than two prompts, a batch, or a number below 1.
     """
+    if not isinstance(drafter, DraftingMixin):
+        raise TypeError(
+            f"expected a ReaDy drafter, got {type(drafter).__name__}: the order is target, drafter, prompts"
+        )
     if not drafter.config.has_reader:
         raise ValueError("this drafter reads no states (`state_layer_ids` is unset), so there is no reader to check")
+    if any("input_ids" not in inputs for inputs in prompts):
+        raise ValueError("every prompt must be a dict with `input_ids`, as a tokenizer returns it")
     if len(prompts) < 2 or any(inputs["input_ids"].shape[0] != 1 for inputs in prompts):
         raise ValueError(f"the reader is checked on two or more prompts of one sequence each, got {len(prompts)}")
     for name, value in (("max_new_tokens", max_new_tokens), ("repeats", repeats), ("resamples", resamples)):
@@ -213,18 +220,23 @@ def check_reader(
             for kind in (REAL, *REPLACED):
                 found = []
                 for index, inputs in enumerate(prompts):
-                    other = finals[(index + 1) % len(prompts)] if kind == OTHER else None
-                    wrapped = StatesDrafter(drafter, kind, other)
+                    other = _states_of_another(finals, index) if kind == OTHER else None
+                    if kind == OTHER and other is None:  # no other text got as far as a draft
+                        found.append(math.nan)
+                        bar.update()
+                        continue
+                    wrapped, newest = StatesDrafter(drafter, kind, other), None
                     with record_stats() as stats:
                         for repeat in range(times):
                             torch.manual_seed(seed + 1000 * index + repeat)
                             target.generate(
                                 **inputs, assistant_model=wrapped, max_new_tokens=max_new_tokens, **options
                             )
+                            if wrapped.session is not None and wrapped.session.newest is not None:
+                                newest = wrapped.session.newest
                     found.append(stats.tokens_per_forward if stats.rounds else math.nan)
                     if kind == REAL:
-                        assert wrapped.session is not None
-                        finals.append(wrapped.session.newest)
+                        finals.append(newest)
                     bar.update()
                 lengths[name][kind] = tuple(found)
     differences = {
@@ -237,15 +249,24 @@ def check_reader(
 def paired_difference(
     real: Sequence[float], replaced: Sequence[float], seed: int = 0, resamples: int = 10_000
 ) -> Difference:
-    """Mean of real minus replaced, with the 2.5 % and 97.5 % percentiles of its bootstrap; without pairs with NaN."""
+    """Mean of real minus replaced, with the 2.5 % and 97.5 % percentiles of its bootstrap; without pairs with NaN.
+
+    A single pair has a mean and no interval: its bootstrap would be a point.
+    """
     values = torch.tensor(real, dtype=torch.float64) - torch.tensor(replaced, dtype=torch.float64)
     values = values[values.isfinite()]
-    if not len(values):
-        return Difference(math.nan, math.nan, math.nan)
+    if len(values) < 2:
+        return Difference(values.item() if len(values) else math.nan, math.nan, math.nan)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(len(values), (resamples, len(values)), generator=generator)
     low, high = torch.quantile(values[chosen].mean(1), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Difference(values.mean().item(), low, high)
+
+
+def _states_of_another(finals: Sequence[torch.Tensor | None], index: int) -> torch.Tensor | None:
+    """The states that the next prompt left behind which left any; `None` if no other one did."""
+    others = [*finals[index + 1 :], *finals[:index]]
+    return next((states for states in others if states is not None), None)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -1,7 +1,7 @@
 """Where the trained models that ship with the package are: folders for `from_pretrained`.
 
-`small_target` is a hybrid language model of Python code; `small_ready` and `small_dspark` are drafters for it, trained
-alike, with and without a reader of its recurrent states.
+`small_target` is a hybrid language model of Python code; `small_ready` and `small_dspark` are drafters for it, with
+and without a reader of its recurrent states; their cards tell how each was trained.
 """
 
 from pathlib import Path

@@ -86,7 +86,7 @@ class StateReader(nn.Module):
             anchor_embeds (`torch.Tensor` of shape `[B, A, d]`): The target's embeddings of the anchors.
             context_features (`torch.Tensor` of shape `[B, A, d]`): The fused feature of the position before each.
         """
-        dtype = self.up_proj.weight.dtype
+        dtype = self.query.dtype  # a quantized `up_proj` has weights of another dtype than its inputs
         reads = self.read(self.queries(anchor_embeds, context_features).float(), states.float())
         return self.project(reads.to(dtype), anchor_embeds)
 

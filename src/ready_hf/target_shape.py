@@ -59,6 +59,8 @@ def target_shape(target: PreTrainedModel | PreTrainedConfig) -> TargetShape:
             f"expected a transformers model or its configuration, got {type(target).__name__}: load one with "
             "AutoModelForCausalLM.from_pretrained(...) or AutoConfig.from_pretrained(...)"
         )
+    if getattr(target, "is_ready_drafter", False):
+        raise TypeError(f"expected a target, got {type(target).__name__}, which is a drafter: are the two swapped?")
     layers = check_target(target)
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     if embedding is None or head is None:

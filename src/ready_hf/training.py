@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors, legal_anchors
 from ready_hf.losses import DraftingLoss, LossSums
 from ready_hf.modeling_ready import ReadyDrafterModel
@@ -55,6 +56,26 @@ class ReadyTrainingArguments(TrainingArguments):
         default=False, metadata={"help": "The heads run outside of the forward, where the search would miss them."}
     )
 
+    def __post_init__(self) -> None:
+        """Refuses what cannot train, before anything is set up.
+
+        Raises:
+            ValueError: naming the option, its value and what is allowed.
+        """
+        for name in ("num_anchors", "anchor_stride", "max_logits_per_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
+        weights = {n: getattr(self, n) for n in ("cross_entropy_weight", "distance_weight", "confidence_weight")}
+        if not (min(weights.values()) >= 0 and sum(weights.values()) > 0):
+            raise ValueError(f"the weights of the loss must be 0 or more, and one of them above 0, got {weights}")
+        if not self.loss_decay > 0:
+            raise ValueError(f"`loss_decay` must be above 0 (infinite for equal weights), got {self.loss_decay}")
+        if self.remove_unused_columns:
+            raise ValueError(
+                "`remove_unused_columns=True` would remove every column: the drafter's forward names none"
+            )
+        super().__post_init__()
+
     @property
     def drafting_loss(self) -> DraftingLoss:
         """The loss with these weights."""
@@ -82,11 +103,13 @@ class DraftingCollator:
 
         Args:
             rows (`Sequence[dict]`): Each with `input_ids` and optionally `attention_mask` and `loss_mask`: lists,
-                arrays or tensors of one length.
+                arrays or tensors of one length. `labels`, as in supervised fine-tuning, stand for a `loss_mask`: a
+                label of -100 is not learned.
 
         Raises:
             ValueError: a row without `input_ids`, or with fields of different lengths.
         """
+        rows = [_with_loss_mask(row) for row in rows]
         names = ["input_ids", "attention_mask"] + ["loss_mask"] * any("loss_mask" in row for row in rows)
         columns: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         for row in rows:
@@ -98,8 +121,11 @@ class DraftingCollator:
                 if len(values) != len(ids):
                     raise ValueError(f"`{name}` has {len(values)} entries, `input_ids` of the same row {len(ids)}")
                 column.append(values)
-        pad = torch.nn.utils.rnn.pad_sequence
-        return {name: pad(column, batch_first=True) for name, column in columns.items()}
+        longest = max(1, *map(len, columns["input_ids"]))  # rows of nothing become one padding token
+        return {
+            name: torch.stack([torch.nn.functional.pad(values, (0, longest - len(values))) for values in column])
+            for name, column in columns.items()
+        }
 
 
 def drafting_sums(
@@ -125,6 +151,7 @@ def drafting_sums(
         anchor_positions=batch.anchor_positions,
         states=batch.states,
         use_cache=False,
+        return_dict=True,
     )
     block_size, head = batch.labels.shape[-1], frozen.head
     return loss(
@@ -139,13 +166,18 @@ def drafting_sums(
 
 
 class SkipNonFiniteSteps(TrainerCallback):
-    """Drops the gradients of a step that has one that is not finite: the optimizer then changes nothing."""
+    """Drops the gradients of a step that has one that is not finite: the optimizer then changes nothing.
+
+    In float16 training the gradient scaler does that itself, and must find the gradients as they are.
+    """
 
     def __init__(self) -> None:
         self.num_skipped = 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Checks the gradients of the whole accumulated batch."""
+        if getattr(kwargs.get("optimizer"), "scaler", None) is not None:
+            return
         model = kwargs["model"]
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         if gradients and not bool(torch.nn.utils.get_total_norm(gradients).isfinite()):
@@ -170,6 +202,7 @@ class ReadyTrainer(Trainer):
             `loss_mask` (1 for tokens to be learned).
 
     Raises:
+        TypeError: no drafter, or other arguments than `ReadyTrainingArguments`.
         ValueError: the drafter was not made for this target; several GPUs in one process.
     """
 
@@ -178,6 +211,12 @@ class ReadyTrainer(Trainer):
     def __init__(
         self, model: ReadyDrafterModel, args: ReadyTrainingArguments, *, target: PreTrainedModel, **kwargs: Any
     ):
+        if not isinstance(args, ReadyTrainingArguments):
+            raise TypeError(f"`args` must be ReadyTrainingArguments, got {type(args).__name__}")
+        if not isinstance(getattr(model, "config", None), ReadyDrafterConfig):
+            raise TypeError(
+                f"expected a drafter to train, got {type(model).__name__}: ReadyTrainer(drafter, args, target=target)"
+            )
         if args.n_gpu > 1:
             raise ValueError(
                 f"{args.n_gpu} GPUs in one process would run as nn.DataParallel, which cannot train a drafter. Start "
@@ -196,7 +235,7 @@ class ReadyTrainer(Trainer):
 
     @property
     def num_skipped_steps(self) -> int:
-        """Steps that were skipped since a gradient was not finite."""
+        """Steps that were skipped since a gradient was not finite; those that a gradient scaler skips do not count."""
         return self._skipping.num_skipped
 
     def get_batch_samples(
@@ -260,6 +299,8 @@ class ReadyTrainer(Trainer):
             total = sum(evaluated[1:], evaluated[0])
             if self.args.world_size > 1:
                 total = total.map(lambda x: self.accelerator.reduce(x, reduction="sum"))
+            if not int(total.num_slots.sum()):
+                self._warn_of_nothing("the evaluation")
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in total.metrics().items()})
         return output
 
@@ -290,17 +331,45 @@ class ReadyTrainer(Trainer):
         anchors = choose_anchors(legal, self.args.num_anchors, generator)
         batch["anchor_positions"], batch["anchor_mask"] = anchors
 
+    def _warn_of_nothing(self, where: str) -> None:
+        logger.warning(
+            "ready_hf: nothing to learn from in %s: a block needs a row of more than %d tokens, an anchor at a "
+            "multiple of %d that is not the first token, and a `loss_mask` of 1 after it",
+            where,
+            self._frozen.config.block_size + 1,
+            self.args.anchor_stride,
+        )
+
     def _num_slots(self, batches: Iterable[dict[str, Any]], device: torch.device) -> torch.Tensor:
         """Slots that count, over all accumulated batches and processes; at least 1."""
-        counts = [self._frozen.loss_mask(**batch).sum() for batch in batches]
-        total = torch.stack([count.to(device) for count in counts]).sum()
+        names = ("input_ids", "anchor_positions", "anchor_mask", "attention_mask", "loss_mask")
+        counts = [
+            self._frozen.loss_mask(**{name: batch[name] for name in names if name in batch}).sum() for batch in batches
+        ]
+        total = torch.stack(counts).sum()
+        is_nothing = not int(total)  # here: on the CPU, and nobody waits for the GPU
+        total = total.to(device)
         if self.args.world_size > 1:
             total = self.accelerator.reduce(total, reduction="sum")
+        if is_nothing and not int(total):
+            self._warn_of_nothing(f"step {self.state.global_step + 1}")
         return total.clamp_min(1)
 
 
+def _with_loss_mask(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the mask that its `labels` mean, unless it has one."""
+    if row.get("labels") is None or "loss_mask" in row:
+        return row
+    return row | {"loss_mask": (_as_row(row["labels"]) != -100).long()}
+
+
 def _as_row(values: Any) -> torch.Tensor:
-    row = torch.as_tensor(values).long()
+    try:
+        row = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"a training row must be one list of numbers, got {type(values).__name__}: {error}") from None
     if row.dim() != 1:
         raise ValueError(f"a training row must be one list of numbers, got the shape {list(row.shape)}")
-    return row
+    if row.is_floating_point() and bool((row != row.floor()).any()):
+        raise ValueError(f"a training row must hold whole numbers, got {row[row != row.floor()][0].item()}")
+    return row.long()

@@ -8,6 +8,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 
 import ready_hf
 from ready_hf import ReadyDrafterModel
+from ready_hf.drafting import DraftSession
 from support import cache_argument, cache_of, drafter_for, plain_ids, random_prompt, tiny_target, trained_target
 
 
@@ -46,25 +47,36 @@ def test_c09_second_turn_with_a_real_drafter(calls, window):
 
 @pytest.mark.parametrize("depth", [10, 100, 1000])
 @pytest.mark.parametrize("padding", [0, 3])
-def test_c54_positions_are_the_true_ones(calls, depth, padding):
+def test_c54_positions_are_the_true_ones(calls, depth, padding, monkeypatch):
+    """After rounds in which all 6 drafts are accepted, 3, and none."""
     target = trained_target()
     drafter = drafter_for(target, sliding_window=64)
     ids = random_prompt(depth, vocab_size=500)
     mask = torch.ones_like(ids)
     if padding:
         ids, mask = (torch.nn.functional.pad(x, (padding, 0)) for x in (ids, mask))
+    plain = generate(target, ids, attention_mask=mask, max_new_tokens=40)
+
+    def tokens(self, hidden_states, logits, context):
+        start, right = context.input_ids.shape[1], (6, 3, 0)[(len(calls) - 1) % 3]
+        drafts = plain[:, start : start + context.num_drafts].clone()
+        drafts[:, right:] = (drafts[:, right:] + 1) % 512
+        return drafts, None
+
+    monkeypatch.setattr(DraftSession, "_tokens", tokens)
     with ready_hf.record_stats() as stats:
-        generate(target, ids, attention_mask=mask, assistant_model=drafter)
+        got = generate(target, ids, attention_mask=mask, assistant_model=drafter, max_new_tokens=40)
+    assert torch.equal(got, plain)
     assert stats.rounds - 1 <= len(calls) <= stats.rounds  # no room for a draft in the last round
-    assert len(calls) > 3
-    expected = depth  # of the anchor after the prompt
-    for call in calls:
+    steps = [call["context_position_ids"].shape[1] for call in calls[1:]]
+    assert steps == ([7, 4, 1] * 9)[: len(steps)]
+    assert len(steps) > 6
+    anchor = depth  # after the prompt; padding does not count
+    for index, call in enumerate(calls):
         slots, rows = call["position_ids"][0].tolist(), call["context_position_ids"][0].tolist()
-        assert slots == list(range(slots[0], slots[0] + 6))
-        assert slots[0] >= expected
-        expected = slots[0] + 1
-        assert rows[-1] == slots[0] - 1
-        assert rows == list(range(max(0, rows[-1] - len(rows) + 1), rows[-1] + 1)) or padding
+        anchor += len(rows) if index else 0  # the tokens that were committed since
+        assert slots == list(range(anchor, anchor + 6))
+        assert rows == [max(0, anchor - len(rows) + i) for i in range(len(rows))]
 
 
 @pytest.mark.parametrize("chunk_size", [16, 7])

@@ -7,11 +7,11 @@ import pytest
 import torch
 from huggingface_hub import EvalResult, ModelCard
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, Qwen3_5Config
 
 import ready_hf
-from ready_hf import ReadyDrafterModel, hub
-from support import drafter_for, random_prompt, trained_target
+from ready_hf import ReadyDrafterConfig, ReadyDrafterModel, hub
+from support import FAMILIES, drafter_for, random_prompt, trained_target
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -60,6 +60,17 @@ def test_c42_dtype_is_saved_as_a_string_and_reloads(tmp_path, dtype):
         assert torch.equal(loaded.state_dict()[name], tensor), name
     loaded.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / "config.json").read_bytes() == (tmp_path / "config.json").read_bytes()
+
+
+def test_c42_a_configuration_that_holds_the_targets(tmp_path):
+    text = FAMILIES["qwen3_5"]()
+    text.dtype = torch.bfloat16
+    config = ReadyDrafterConfig.for_target(Qwen3_5Config(text_config=text.to_dict()), dtype=torch.bfloat16)
+    config.text_config = text
+    ReadyDrafterModel(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["dtype"], saved["text_config"]["dtype"]) == ("bfloat16", "bfloat16")
+    assert AutoModel.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
 def result(value, name="GSM8K"):
@@ -131,6 +142,28 @@ def test_c45_small_heads_in_every_dtype_draft(tmp_path, dtype):
         got = generate(loaded)
     assert got.tolist() == want.tolist()
     assert sum(stats.drafted_by_position) > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_c45_only_the_small_heads_in_another_dtype(tmp_path, dtype):
+    """In the file, and in memory."""
+    drafter = new_drafter()
+    drafter.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    heads = [name for name in tensors if name.startswith(("markov_head", "confidence_head"))]
+    assert len(heads) == 4
+    tensors |= {name: tensors[name].to(dtype) for name in heads}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = AutoModel.from_pretrained(tmp_path)
+    for name in heads:
+        assert torch.equal(loaded.state_dict()[name], tensors[name].float())
+    want = trained_target().generate(random_prompt(8), max_new_tokens=16, do_sample=False)
+    drafter.markov_head.to(dtype)
+    for one in (loaded, drafter):
+        with ready_hf.record_stats() as stats:
+            got = generate(one)
+        assert got.tolist() == want.tolist()
+        assert sum(stats.drafted_by_position) > 0
 
 
 REMOVED = ["markov_head.markov_w2.weight", "confidence_head.proj.bias", "reader.query", "layers.1.mlp.up_proj.weight"]

@@ -1,12 +1,13 @@
-"""Cases C13, C14, C15, C19, C28, C53 and C64: what users of other projects met while training drafters."""
+"""Cases C13, C14, C15, C19, C28, C53, C63, C64 and C88: what users of other projects met while training drafters."""
 
 import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from ready_hf import ReadyDrafterModel, modeling_ready
+from ready_hf import ReadyDrafterConfig, ReadyDrafterModel, modeling_ready
 from ready_hf.drafting import DraftSession
 from ready_hf.features import FrozenTarget
 from support import drafter_for, random_prompt, tiny_target
@@ -215,3 +216,38 @@ def test_c64_the_target_is_frozen_and_comes_back_as_it_was(tmp_path):
     one, other = frozen.batch(ids, anchors), frozen.batch(ids, anchors)  # no dropout
     assert torch.equal(one.context_hidden_states, other.context_hidden_states)
     assert not one.target_hidden_states.requires_grad
+
+
+def test_c63_training_writes_no_features(tmp_path):
+    """Features, states and distributions are made in every step, and nothing but a checkpoint is ever written."""
+    target = tiny_target("qwen3_5")
+    run_training(tmp_path / "a", drafter_for(target), target, 2)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    run_training(tmp_path / "b", drafter_for(target), target, 2, save_strategy="steps", save_steps=2)
+    written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    parameters = sum(parameter.nbytes for parameter in drafter_for(target).parameters())
+    assert parameters < written < 3 * parameters + 100_000  # weights, two moments of the optimizer, small files
+
+
+OPTIONS = [
+    {},
+    {"reader": False, "confidence_head_with_markov": False},
+    {"markov_head_type": "rnn", "reader_gate": True, "reader_projection": "bilinear"},
+    {"markov_head_type": "gated", "reader_injection": "layers", "reader_query_rank": None},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_c88_the_saved_file_is_what_was_trained_and_all_of_it_moved(tmp_path, options):
+    target = tiny_target("qwen3_5")
+    torch.manual_seed(0)
+    config = ReadyDrafterConfig.for_target(target, block_size=6, mask_token_id=1, markov_rank=8, **options)
+    drafter = ReadyDrafterModel(config)  # as made: reader and sequential head start at zero
+    before = {name: value.detach().clone() for name, value in drafter.named_parameters()}
+    trainer = run_training(tmp_path / "a", drafter, target, 20)
+    trainer.save_model(tmp_path / "b")
+    saved, memory = load_file(tmp_path / "b" / "model.safetensors"), drafter.state_dict()
+    assert saved.keys() == memory.keys() == before.keys()
+    assert all(torch.equal(saved[name], memory[name]) for name in saved)
+    assert not [name for name, value in before.items() if torch.equal(value, saved[name])]
+    assert all(parameter.requires_grad for parameter in drafter.parameters())

@@ -1,6 +1,7 @@
 """Cases of category vocab-tokens: C12, C14 (prompts; training data in test_training_loop.py), C15, C51, C87."""
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassClassValidationError
@@ -67,6 +68,26 @@ def test_c15_mask_token_is_no_token_of_any_text():
     assert ReadyDrafterConfig.from_dict(config.to_dict()).mask_token_id == 95
     with pytest.raises(StrictDataclassClassValidationError, match="`mask_token_id` must be 0 to 96, got 97"):
         ReadyDrafterConfig.for_target(target, mask_token_id=97)
+
+
+def test_c15_ids_that_the_default_mask_token_is_not():
+    """Of a tokenizer with gaps whose pad, eos and mask are one, and of a generation configuration."""
+    words = {"a": 0, "b": 1, "c": 9, "</s>": 10}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    names = dict.fromkeys(("eos_token", "pad_token", "mask_token"), "</s>")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+    assert (len(tokenizer), tokenizer.mask_token_id) == (4, 10)
+    config = FAMILIES["qwen3_5"]()
+    config.vocab_size = 11
+    with pytest.raises(ValueError, match="ids up to 10 and the target has 11 rows, so no row is free"):
+        ReadyDrafterConfig.for_target(config, tokenizer=tokenizer)
+    config.vocab_size = 13
+    assert ReadyDrafterConfig.for_target(config, tokenizer=tokenizer).mask_token_id == 12
+    target = AutoModelForCausalLM.from_config(config)
+    target.generation_config.eos_token_id = [12, 11]
+    assert ReadyDrafterConfig.for_target(target).mask_token_id == 10
+    with pytest.raises(ValueError, match="no row is free"):
+        ReadyDrafterConfig.for_target(target, tokenizer=tokenizer)
 
 
 def test_c15_the_mask_token_of_the_config_fills_the_slots(monkeypatch):
