@@ -48,7 +48,7 @@ def demo(
     prompts: Annotated[
         int | None, typer.Option(help="Prompts to measure. [default: as many as fit about a minute]")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest text.")] = 96,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest text.")] = 64,
     temperature: Annotated[int | None, typer.Option(help="Only one table: 1 (sampling) or 0 (greedy).")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:NUMBER.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",

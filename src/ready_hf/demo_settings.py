@@ -28,7 +28,7 @@ class Settings:
     drafters: tuple[str, ...] = ()
     prompts_file: Path | None = None
     prompts: int | None = None
-    max_new_tokens: int = 96
+    max_new_tokens: int = 64
     temperature: int | None = None
     device: str = "cpu"
     dtype: str = "float32"
