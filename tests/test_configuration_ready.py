@@ -79,3 +79,12 @@ def test_a_reader_that_is_wanted_and_not_wanted_is_refused():
 def test_a_drafter_is_no_target():
     with pytest.raises(TypeError, match="ReadyDrafterModel, which is a drafter: are the two swapped"):
         ReadyDrafterConfig.for_target(drafter_for(tiny_target("qwen3_5")))
+
+
+def test_a_misspelt_field_is_named(caplog):
+    with caplog.at_level("WARNING", "ready_hf.configuration_ready"):
+        ReadyDrafterConfig(block_sise=4)
+    assert "has no field 'block_sise'; did you mean 'block_size'?" in caplog.text
+    caplog.clear()
+    ReadyDrafterConfig.from_dict(ReadyDrafterConfig().to_dict() | {"a_later_version_knows_this": 1})
+    assert caplog.text == ""

@@ -4,6 +4,8 @@ Flat, with the target's `vocab_size`, as transformers' assisted generation expec
 is derived by `ReadyDrafterConfig.for_target`; `check_target` names what does not fit, on both sides.
 """
 
+import difflib
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import fields
@@ -17,6 +19,8 @@ from transformers.activations import ACT2FN
 from ready_hf.target import UnsupportedTargetError
 from ready_hf.target_shape import TargetShape, special_token_ids, target_shape
 
+
+logger = logging.getLogger(__name__)
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 2, 31
 SIZES = (
@@ -123,6 +127,10 @@ class ReadyDrafterConfig(PreTrainedConfig):
     reader_gate: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for name in kwargs:  # transformers keeps unknown fields, so a misspelt one would go unnoticed
+            meant = difflib.get_close_matches(name, [field.name for field in fields(self)], n=1, cutoff=0.85)
+            if meant:
+                logger.warning("ready_hf: %s has no field %r; did you mean %r?", type(self).__name__, name, meant[0])
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:

@@ -35,7 +35,7 @@ from ready_hf.statistics import DecodingStats, record_stats
 
 
 BUDGET = 60.0  # seconds for the prompts, if their number is not given
-CHECK_PROMPTS = 8  # of the reader check, if their number is not given
+CHECK_PROMPTS = 12  # of the reader check, if their number is not given
 SMALL = 20e6  # parameters: a model below this gains nothing from a second CPU thread
 
 

@@ -1,7 +1,7 @@
-"""How a block drafter drafts inside `generate`: one session per call, one block per round.
+r"""How a block drafter drafts inside `generate`: one session per call, one block per round.
 
     features of newly committed positions ---> context keys and values (kept, windowed)
-    committed recurrent states ---> reader ---\\
+    committed recurrent states ---> reader ---\
     anchor, mask, mask, ...    ---> backbone --+--> head of the target + sequential head ---> drafts, left to right
 
 A session holds what belongs to one `generate` call. The drafter itself stays as it was: nothing of a target is ever
@@ -86,10 +86,10 @@ class DraftSession:
         self._state_layers = [by_index[i] for i in config.state_layer_ids or ()]
         self._cache = DynamicCache(config=config)
         is_windowed = "full_attention" not in (config.layer_types or ())
-        # older rows are out of every slot's window
-        self._oldest_row = config.sliding_window - 1 if is_windowed and config.sliding_window else None
-        self._num_tokens = 0  # tokens before the anchor
-        self._num_rows = 0  # context rows handed to the drafter so far
+        # most context rows that any slot's window reaches; None without a limit
+        self._max_rows = config.sliding_window - 1 if is_windowed and config.sliding_window else None
+        self._num_tokens = 0  # tokens before the anchor, padding included
+        self._num_rows = 0  # of these, handed to the drafter as context rows
         self._is_padded: bool | None = None
 
     def draft(self, context: DraftContext) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -106,10 +106,10 @@ class DraftSession:
         """Hidden states `[B, G, d]` of the block; the features of the round join the context."""
         device, dtype = self._drafter.device, self._drafter.dtype
         features = torch.cat([context.features[i] for i in self.target_layer_ids], dim=-1)
-        # a prompt of embeddings has rows but no ids
+        # with `inputs_embeds` the ids lack the prompt, so feature rows [B, new tokens, m * d] are counted too
         self._num_tokens = max(context.input_ids.shape[1] - 1, self._num_tokens + features.shape[1])
-        if self._oldest_row is not None:
-            features = features[:, -self._oldest_row :]
+        if self._max_rows is not None:
+            features = features[:, -self._max_rows :]
         num_new, length = features.shape[1], self._num_tokens
         self._num_rows += num_new
         positions = self._positions(context, num_new + 1).to(device)
@@ -120,7 +120,7 @@ class DraftSession:
         outputs = self._drafter(
             noise_embeds=self._noise_embeds(context.input_ids[:, -1:]).to(device, dtype),
             context_hidden_states=features.to(device, dtype),
-            states=None if states is None else states[:, None].to(device),
+            states=None if states is None else states[:, None].to(device),  # of one anchor
             context_attention_mask=mask,
             position_ids=positions[:, -1:] + torch.arange(self.block_size, device=device),
             context_position_ids=positions[:, :-1],
@@ -160,7 +160,7 @@ class DraftSession:
             if threshold:
                 # decided before draft k is drawn, so that the choice of the length tells nothing about it
                 survival = survival * torch.sigmoid(self._drafter.confidence_logits(hidden, previous))
-                if float(survival.max()) < threshold:
+                if float(survival.max()) < threshold:  # in every row; waits for the device
                     break
             step_logits = logits[:, k]
             if markov is not None:

@@ -142,7 +142,10 @@ class ReaderCheck:
         reason = f"{name}, real minus {kind} is {weakest} tokens per verify forward"
         if self.helps:
             return f"the reader helps: every interval lies above 0, the weakest ({reason})."
-        return f"the reader does not help yet: not every interval lies above 0 ({reason})."
+        return (
+            f"the reader does not help yet, as far as {self.num_prompts} prompts can show: not every interval lies "
+            f"above 0 ({reason}). More prompts make the intervals narrower."
+        )
 
     def table(self) -> str:
         """Accepted lengths and differences as lines of text."""
