@@ -109,8 +109,8 @@ def test_a_wrong_argument_is_one_line(arguments, message, files, capsys):
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_cuda_without_a_gpu_is_named(files, capsys):
+def test_cuda_without_a_gpu_is_named(files, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     arguments = ["--device", "cuda", "--target", ready_hf.tiny_target_path()]
     code, _, err = run(capsys, "demo", *arguments)
     assert code == 2

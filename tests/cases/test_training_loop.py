@@ -147,6 +147,21 @@ def test_c28_six_steps_are_three_and_three_after_a_resume(tmp_path):
         assert torch.allclose(value, other, atol=1e-6), name
 
 
+def test_anchors_differ_from_step_to_step(tmp_path, monkeypatch):
+    """A resumed run that drew the same anchors in every step would equal a straight one that does, too."""
+    seen, batch = [], FrozenTarget.batch
+
+    def spy(self, input_ids, anchor_positions, *args):
+        seen.append(anchor_positions.tolist())
+        return batch(self, input_ids, anchor_positions, *args)
+
+    monkeypatch.setattr(FrozenTarget, "batch", spy)
+    target = tiny_target("qwen3_5")
+    run_training(tmp_path, drafter_for(target), target, 4)
+    assert len(seen) == 4
+    assert len({str(anchors) for anchors in seen}) == 4
+
+
 def by_hand(anchor_rows, block_size, num_rows, num_seen, window, context_attention_mask, attention_mask):
     """The mask of a window of 16, entry by entry; without a cache, whatever the configuration says."""
     batch, anchors = anchor_rows.shape

@@ -104,9 +104,8 @@ def gated_delta_block(
         norm = torch.linalg.vector_norm(both, dim=-1, keepdim=True)
         both = both * torch.rsqrt(norm * norm + 1e-6)
     both = both.transpose(1, 2)
-    both = (both if group == 1 else both.repeat_interleave(group, dim=1)).reshape(
-        -1, 2 * length, k_dim
-    )  # [B * H, ...]
+    both = both if group == 1 else both.repeat_interleave(group, dim=1)
+    both = both.reshape(-1, 2 * length, k_dim)  # [B * H, 2T, K]
     keys = both[:, :length]
     log_decay = _wide(g).transpose(1, 2).reshape(-1, length).cumsum(1)[..., None]
     # masked before and after: exponents are never positive, and nothing later is seen
