@@ -1,12 +1,29 @@
-"""Text that a target writes itself: what a drafter should learn from (see train_drafter.py)."""
+"""Text that a target writes itself: what a drafter should learn from.
 
+`train_drafter.py` writes it on its own. Written beforehand it serves several trainings, and several processes at once
+take a fraction of the time, because decoding a small target is bound by launches:
+
+    options="--target small_target --data small_data --out text"
+    for seed in 1 2 3; do python examples/on_policy_text.py $options --kind sampled --seed $seed & done
+    python examples/on_policy_text.py $options --kind greedy --seed 4 &
+    python examples/on_policy_text.py $options --held 256; wait
+    python examples/train_drafter.py --target small_target --text text --out drafters
+"""
+
+import argparse
 import math
 import pathlib
 import time
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+import ready_hf
+
+
+PROMPTS = (32, 96)  # shortest and longest, tokens
+KINDS = ("sampled", "greedy")
 
 
 def read_tokens(path: pathlib.Path) -> torch.Tensor:
@@ -84,3 +101,82 @@ def write_rows(
     found = torch.cat(rows)
     print(f"on-policy text: {len(found)} rows in {time.perf_counter() - start:.0f} s", flush=True)
     return found[torch.randperm(len(found), generator=generator)]
+
+
+def write_held_out(
+    model: PreTrainedModel, tokens: torch.Tensor, *, rows: int, length: int, forbidden: int, seed: int
+) -> dict[str, torch.Tensor]:
+    """Sampled and greedy continuations `[rows, length]` of the same prompts, 64 tokens each, spread over `tokens`."""
+    size = min(64, length // 2)
+    prompts = tokens[torch.linspace(0, len(tokens) - size - 1, rows).long()[:, None] + torch.arange(size)]
+    return {name: continuations(model, prompts, length, name == "sampled", forbidden, seed) for name in KINDS}
+
+
+def describe(sampled: int, greedy: int) -> str:
+    """How many rows of which kind there are, for a drafter's card."""
+    return f"{sampled} at temperature 1, {greedy} greedily"
+
+
+def read_text(folder: pathlib.Path) -> tuple[torch.Tensor, dict[str, torch.Tensor], str]:
+    """Rows `[N, length]` of all `train-*.npy`, shuffled; held-out rows of both kinds; what `describe` says."""
+    files = {kind: sorted(folder.glob(f"train-{kind}-*.npy")) for kind in KINDS}
+    paths = {kind: folder / f"held-{kind}.npy" for kind in KINDS}
+    missing = [path.name for path in paths.values() if not path.exists()]
+    missing += [] if any(files.values()) else ["train-*.npy"]
+    if missing:
+        raise SystemExit(f"{folder} has no {', '.join(missing)}: on_policy_text.py writes them")
+    parts = {kind: [np.load(path).astype(np.int32) for path in files[kind]] for kind in KINDS}
+    rows = torch.from_numpy(np.concatenate([part for kind in KINDS for part in parts[kind]]))
+    held = {kind: torch.from_numpy(np.load(path).astype(np.int64)) for kind, path in paths.items()}
+    shuffled = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    return shuffled, held, describe(*(sum(map(len, parts[kind])) for kind in KINDS))
+
+
+def save_rows(path: pathlib.Path, rows: torch.Tensor) -> None:
+    """Ids in uint16, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        np.save(file, rows.numpy().astype(np.uint16))
+    part.replace(path)
+    print(f"{path.name}: {len(rows)} rows", flush=True)
+
+
+def main() -> None:
+    """Writes a file of rows, or with `--held` both files of held-out rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", required=True, help="folder of the target")
+    parser.add_argument("--data", type=pathlib.Path, required=True, help="folder of train.bin and held.bin")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="a folder")
+    parser.add_argument("--held", type=int, default=0, help="held-out rows")
+    parser.add_argument("--seconds", type=float, default=90, help="time for writing; at least one batch is written")
+    parser.add_argument("--kind", choices=KINDS, default=KINDS[0])
+    for name, default in {"rows": 4096, "row": 512, "mask_token_id": 1, "seed": 1}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval()
+    ready_hf.ensure_patched(model)
+    if args.held:
+        tokens = read_tokens(args.data / "held.bin")
+        options = {"length": args.row, "forbidden": args.mask_token_id, "seed": args.seed}
+        for name, rows in write_held_out(model, tokens, rows=args.held, **options).items():
+            save_rows(args.out / f"held-{name}.npy", rows)
+        return
+    rows = write_rows(
+        model,
+        read_tokens(args.data / "train.bin"),
+        length=args.row,
+        batch=args.rows,
+        prompts=tuple(min(size, args.row // 2) for size in PROMPTS),
+        greedy=float(args.kind == "greedy"),
+        seconds=args.seconds,
+        forbidden=args.mask_token_id,
+        seed=args.seed,
+    )
+    save_rows(args.out / f"train-{args.kind}-{args.seed}.npy", rows)
+
+
+if __name__ == "__main__":
+    main()

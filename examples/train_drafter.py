@@ -31,7 +31,7 @@ from collections.abc import Callable
 
 import torch
 import transformers
-from on_policy_text import continuations, is_greedy_batch, read_tokens, write_rows
+from on_policy_text import PROMPTS, describe, is_greedy_batch, read_text, read_tokens, write_held_out, write_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from write_drafter_cards import write_card
 
@@ -44,7 +44,6 @@ from ready_hf.training import ReadyTrainer, ReadyTrainingArguments, drafting_sum
 
 STARTED = time.perf_counter()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROMPTS = (32, 96)  # shortest and longest, tokens
 RESERVE = 45.0  # seconds kept for evaluation and saving
 SPARE = 0.94  # share of the measured speed that is planned with
 
@@ -199,23 +198,26 @@ def evaluate_all(
     return found
 
 
-def held_out(target: PreTrainedModel, tokens: torch.Tensor, args: argparse.Namespace) -> dict[str, torch.Tensor]:
-    """The target's continuations of held-out prompts."""
-    size = min(64, args.row // 2)
-    places = torch.linspace(0, len(tokens) - size - 1, args.held).long()[:, None]
-    prompts = tokens[places + torch.arange(size)]
-    return {
-        name: continuations(target, prompts, args.row, name == "sampled", args.mask_token_id, args.seed + 7)
-        for name in ("sampled", "greedy")
-    }
+def text(
+    target: PreTrainedModel, tokens: dict[str, torch.Tensor], args: argparse.Namespace
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], str]:
+    """Rows to train on, held-out rows, and how they were written: those of `--text`, or written now."""
+    if args.text is not None:
+        return read_text(args.text)
+    shortest, longest = (min(size, args.row // 2) for size in PROMPTS)
+    options = {"length": args.row, "forbidden": args.mask_token_id}
+    held = write_held_out(target, tokens["held"], rows=args.held, seed=args.seed + 7, **options)
+    print(f"held-out text after {elapsed():.0f} s", flush=True)
+    choices = {"prompts": (shortest, longest), "greedy": args.greedy, "seed": args.seed}
+    choices["seconds"] = 0 if args.data is None else args.text_seconds
+    rows = write_rows(target, tokens["train"], batch=args.rows, **options, **choices)
+    greedy = args.rows * sum(is_greedy_batch(i, args.greedy) for i in range(len(rows) // args.rows))
+    return rows, held, describe(len(rows) - greedy, greedy)
 
 
 def write_record(folder: pathlib.Path, entry: dict, record: dict) -> None:
     """`training.json` beside the weights: what its card says about training."""
     own = {name: value for name, value in record.items() if name != "variants"}
-    batches, share = record["rows"] // record["options"]["rows"], record["options"]["greedy"]
-    greedy = record["options"]["rows"] * sum(is_greedy_batch(i, share) for i in range(batches))
-    own |= {"prompts": PROMPTS, "shares": f"{record['rows'] - greedy} at temperature 1, {greedy} greedily"}
     (folder / "training.json").write_text(json.dumps(own | entry, indent=1) + "\n", encoding="utf-8")
 
 
@@ -265,6 +267,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--start", type=pathlib.Path, help="output folder of an earlier run, to go on from its weights"
     )
     parser.add_argument("--variants", nargs="+", choices=["dspark", "ready"], default=["dspark", "ready"])
+    parser.add_argument(
+        "--text", type=pathlib.Path, help="folder that on_policy_text.py wrote; default: written first"
+    )
     parser.add_argument("--seconds", type=float, default=150, help="training time of each variant")
     parser.add_argument("--text-seconds", type=float, default=130, help="time for the target to write")
     parser.add_argument("--limit", type=float, default=540, help="everything ends within these seconds")
@@ -296,20 +301,10 @@ def main() -> None:
     size = target.config.get_text_config().vocab_size
     if max(int(ids.max()) for ids in tokens.values()) >= size:
         raise SystemExit(f"the data was tokenized for another target: this one knows ids up to {size - 1}")
-    shortest, longest = (min(size, args.row // 2) for size in PROMPTS)
-    held = held_out(target, tokens["held"], args)
-    print(f"held-out text after {elapsed():.0f} s", flush=True)
-    rows = write_rows(
-        target,
-        tokens["train"],
-        length=args.row,
-        batch=args.rows,
-        prompts=(shortest, longest),
-        greedy=args.greedy,
-        seconds=0 if args.data is None else args.text_seconds,
-        forbidden=args.mask_token_id,
-        seed=args.seed,
-    )
+    rows, held, shares = text(target, tokens, args)
+    args.row = rows.shape[1]  # of `--text`
+    if max(int(ids.max()) for ids in (rows, *held.values())) >= size:
+        raise SystemExit(f"the text was written by another target: this one knows ids up to {size - 1}")
     record = {
         "command": f"python {' '.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])}",
         "date": time.strftime("%Y-%m-%d"),
@@ -318,6 +313,8 @@ def main() -> None:
         | {"ready_hf": ready_hf.__version__, "python": platform.python_version()},
         "options": {k: v if isinstance(v, int | float | list) else str(v) for k, v in vars(args).items()},
         "rows": len(rows),
+        "shares": shares,
+        "prompts": PROMPTS,
         "variants": {},
     }
     with tempfile.TemporaryDirectory() as folder:
