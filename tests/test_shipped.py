@@ -69,15 +69,16 @@ def test_cards_are_valid_and_honest(kind):
 @pytest.mark.lossless
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_output_is_that_of_plain_generate(kind):
-    rounds = 0
+    rounds = rejected = 0
     for inputs in prompts(4):
         plain = target().generate(**inputs, max_new_tokens=64, do_sample=False)
         with ready_hf.record_stats() as stats:
             drafted = target().generate(**inputs, max_new_tokens=64, do_sample=False, assistant_model=drafter(kind))
         assert torch.equal(drafted, plain)
         rounds += stats.rounds
-        assert stats.accepted_by_position[0] < stats.drafted_by_position[0]  # some drafts were rolled back
-    assert rounds < 4 * 48  # and many accepted
+        rejected += stats.drafted_by_position[0] - stats.accepted_by_position[0]
+    assert rejected  # some blocks were rolled back whole
+    assert rounds < 4 * 48  # and many drafts accepted
 
 
 @pytest.mark.parametrize("kind", KINDS)
