@@ -211,7 +211,8 @@ def time_large(model: PreTrainedModel, block: int, context: int, repetitions: in
         inputs = {"use_cache": True, CACHE_NAME: cache, "position_ids": positions(context, length)}
         model(draft[:, :length], **inputs)
 
-    def recorded(keep: int) -> None:
+    def recorded(keep: int, backend: str) -> None:
+        ready_hf.set_kernels(backend)
         with rollback.recording(block):
             forward(cache, block)
         rollback.commit(keep)
@@ -221,8 +222,9 @@ def time_large(model: PreTrainedModel, block: int, context: int, repetitions: in
         {
             "plain step": lambda: forward(stock, 1),
             "stock verify": lambda: forward(stock, block),
-            "recorded verify, all kept": lambda: recorded(block),
-            "recorded verify, half kept": lambda: recorded(block // 2),
+            "recorded verify, all kept": lambda: recorded(block, "auto"),
+            "recorded verify, half kept": lambda: recorded(block // 2, "auto"),
+            "the same, no kernels": lambda: recorded(block // 2, "torch"),
         },
         repetitions,
     )

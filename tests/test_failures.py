@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from ready_hf.rollback import Record
+from ready_hf.block_records import Record
 from ready_hf.target import decoder_layers, recurrent_layers
 from support import (
     FeatureCheck,

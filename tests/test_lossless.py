@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import ready_hf
-from ready_hf.rollback import RollbackLayer
 from support import (
     FAMILIES,
     ScriptedDrafter,
@@ -101,7 +100,7 @@ def test_trained_target_ids_equal_plain_with_prompt_lookup(num_tokens):
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.85])
 def test_negative_control_without_rollback_the_trained_target_goes_wrong(share, monkeypatch):
-    monkeypatch.setattr(RollbackLayer, "commit_states", lambda layer, keep, length: None)
+    monkeypatch.setattr("ready_hf.rollback._commit_states", lambda layers, keep, length: None)
     drafter = partly_right(trained_ids(), share)
     drafter.check = check = StateCheck(trained_target(), every=25)
 

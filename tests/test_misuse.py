@@ -220,7 +220,7 @@ def test_commit_takes_a_count_or_one_per_row(keep, error):
 def test_rollback_without_the_wrapper_says_so(monkeypatch):
     model = tiny_target("qwen3_5")
     # as if the recurrence were not wrapped; really unwrapped it would crash where kernel packages are installed
-    monkeypatch.setattr("ready_hf.rollback.observing_recurrence", lambda observer: nullcontext())
+    monkeypatch.setattr("ready_hf.rollback.observing_recurrence", lambda *observers: nullcontext())
     with torch.no_grad():
         cache = cache_of(model(PROMPT, use_cache=True))
         rollback = ready_hf.Rollback(cache)

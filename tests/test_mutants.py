@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import checks
-from ready_hf import acceptance, candidates, decoding, rollback, statistics
+from ready_hf import acceptance, block_records, candidates, decoding, rollback, statistics
 
 
 @dataclass
@@ -51,7 +51,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, function: Any, *edits: tuple[str, st
 
 
 pytestmark = pytest.mark.slow
-STATES, WINDOWS = rollback.RollbackLayer.commit_states, rollback.RollbackLayer.commit_windows
+STATES, WINDOWS = rollback._commit_states, rollback._commit_windows
 LOOP = decoding.speculative_decoding
 COLUMNS = acceptance.verified_columns
 BREAK = "if sequences.append(column):\n                    break"
@@ -62,7 +62,7 @@ INVERSE_CDF = "warped.softmax(-1).cumsum(-1) < _noise(lambda: torch.rand(len(war
 GUMBEL = "-(-torch.rand_like(warped).clamp_min(1e-30).log()).log()"
 GUMBEL_DRAFT = f"(warped.log_softmax(-1) + _noise(lambda: {GUMBEL})).argmax(-1)"
 KEPT_STATE = "window_state(window, self.base, keep)"
-TRANSPOSED = (rollback.Record.state_after, KEPT_STATE, f"{KEPT_STATE}.mT")
+TRANSPOSED = (block_records.Record.state_after, KEPT_STATE, f"{KEPT_STATE}.mT")
 
 STATE_MUTANTS = [
     Mutant(
@@ -73,7 +73,7 @@ STATE_MUTANTS = [
     Mutant(
         "recurrent state not rolled back",
         checks.check_lossless,
-        [(STATES, "if isinstance(keep, int) and keep == length:", "if True:")],
+        [(STATES, "if isinstance(keep, int) and keep == length and not record.is_frozen:", "if True:")],
     ),
     Mutant(
         "conv window not rolled back",

@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+import ready_hf.block_records
 import ready_hf.rollback
 import ready_hf.target
 from ready_hf import Rollback, recurrent_layers
-from ready_hf.rollback import SHORT_BLOCK
+from ready_hf.block_records import SHORT_BLOCK
 from support import (
     FAMILIES,
     VOCAB_SIZE,
@@ -209,8 +210,8 @@ def test_a_record_holds_the_tensors_of_the_forward_itself(family):
 
 @every_recurrence
 def test_prefill_is_not_recorded(family, monkeypatch):
-    lengths, record = [], ready_hf.rollback.Record
-    monkeypatch.setattr(ready_hf.rollback, "Record", lambda *a: lengths.append(a[1]) or record(*a))
+    lengths, record = [], ready_hf.block_records.Record
+    monkeypatch.setattr(ready_hf.block_records, "Record", lambda *a: lengths.append(a[1]) or record(*a))
     prompt = random_prompt(30)
     output = tiny_target(family).generate(
         prompt, assistant_model=oracle(prompt.repeat(1, 3), block_size=4), max_new_tokens=12, do_sample=False

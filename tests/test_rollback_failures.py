@@ -9,7 +9,8 @@ from transformers.cache_utils import LinearAttentionLayer, QuantizedLayer
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from ready_hf import Rollback, UnsupportedTargetError, recurrent_layers
-from ready_hf.rollback import Record, check_cache
+from ready_hf.block_records import Record
+from ready_hf.rollback import check_cache
 from ready_hf.target import GATED_DELTA_RULE, KDA, MAMBA2, _modeling_modules, _thread
 from support import FAMILIES, cache_of, feed, fresh_states, random_prompt, states, tiny_target, worst_error
 

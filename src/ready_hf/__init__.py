@@ -18,6 +18,7 @@ from ready_hf.generation import (
     unhook,
 )
 from ready_hf.modeling_ready import DrafterIsNoTarget, ReadyDrafterModel, ReadyDrafterOutput
+from ready_hf.ops import set_kernels
 from ready_hf.outputs import SpeculativeDecodingOutput
 from ready_hf.rollback import Rollback
 from ready_hf.shipped import small_drafter_path, small_target_path
@@ -46,6 +47,7 @@ __all__ = [
     "hook",
     "record_stats",
     "recurrent_layers",
+    "set_kernels",
     "small_drafter_path",
     "small_target_path",
     "speculate",

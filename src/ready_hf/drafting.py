@@ -19,7 +19,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ready_hf.candidates import DraftContext, ReadyCandidateGenerator, choose_drafts
 from ready_hf.configuration_ready import ReadyDrafterConfig
-from ready_hf.target import committed_states, recurrent_layers
+from ready_hf.target import committed_states, recurrent_layers, state_views
 
 
 logger = logging.getLogger(__name__)
@@ -98,9 +98,19 @@ class DraftSession:
         logits = self._drafter.base_logits(hidden_states, self._head)
         return self._tokens(hidden_states, logits, context)
 
-    def states(self, context: DraftContext) -> torch.Tensor | None:
-        """What the reader reads in this round: the committed states `[B, N, H, K, V]`; `None` without a reader."""
-        return committed_states(context.cache, self._state_layers) if self._state_layers else None
+    def states(self, context: DraftContext) -> torch.Tensor | list[torch.Tensor] | None:
+        """What the reader reads in this round; `None` without a reader.
+
+        The committed states `[B, N, H, K, V]`, or where kernels run, N tensors `[B, H, K, V]` that still belong to the
+        cache: they are read where they lie.
+        """
+        if not self._state_layers:
+            return None
+        views = state_views(context.cache, self._state_layers)
+        alike = len({(x.shape, x.stride(), x.dtype, x.device) for x in views}) == 1
+        if alike and views[0].device == self._drafter.device and self._drafter.reader.reads_in_place(views[0]):
+            return views
+        return committed_states(context.cache, self._state_layers)
 
     def _block(self, context: DraftContext) -> torch.Tensor:
         """Hidden states `[B, G, d]` of the block; the features of the round join the context."""
@@ -117,10 +127,12 @@ class DraftSession:
         if context.attention_mask is not None and self._is_padded:
             mask = context.attention_mask[:, length - self._num_rows : length].to(device)
         states = self.states(context)
+        if isinstance(states, torch.Tensor):
+            states = states[:, None].to(device)  # of one anchor
         outputs = self._drafter(
             noise_embeds=self._noise_embeds(context.input_ids[:, -1:]).to(device, dtype),
             context_hidden_states=features.to(device, dtype),
-            states=None if states is None else states[:, None].to(device),  # of one anchor
+            states=states,
             context_attention_mask=mask,
             position_ids=positions[:, -1:] + torch.arange(self.block_size, device=device),
             context_position_ids=positions[:, :-1],

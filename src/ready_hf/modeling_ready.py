@@ -145,7 +145,7 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
         anchor_positions: torch.Tensor | None = None,
-        states: torch.Tensor | None = None,
+        states: torch.Tensor | list[torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
         context_attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -164,7 +164,8 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
             anchor_positions (`torch.LongTensor` of shape `[B, A]`, *optional*): Context row of each anchor: a block
                 sees the rows before it. Default: one block after all rows.
             states (`torch.FloatTensor` of shape `[B, A, N, H, K, V]`, *optional*): Committed states before each
-                anchor, of `config.state_layer_ids`. A drafter with a reader needs them.
+                anchor, of `config.state_layer_ids`. A drafter with a reader needs them. For one anchor, and where
+                kernels run, also a list of N tensors `[B, H, K, V]`, which are read where they lie.
             attention_mask (`torch.Tensor` of shape `[B, A * G]`, *optional*): 0 for slots that others must not see.
             context_attention_mask (`torch.Tensor` of shape `[B, C]`, *optional*): 0 for padding, over all context rows
                 ever seen.
@@ -282,7 +283,7 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
         noise_embeds: torch.Tensor,
         context: torch.Tensor,
         anchor_rows: torch.Tensor,
-        states: torch.Tensor | None,
+        states: torch.Tensor | list[torch.Tensor] | None,
     ) -> torch.Tensor | None:
         """Residuals `[num_outputs, B, A * G, d]` of the reader."""
         if self.reader is None:
@@ -297,7 +298,7 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
         anchor_positions: torch.Tensor | None,
-        states: torch.Tensor | None,
+        states: torch.Tensor | list[torch.Tensor] | None,
         cache: Cache | None,
     ) -> None:
         config = self.config
@@ -323,8 +324,12 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
                 f"{config.block_size}: cut drafts with `num_assistant_tokens` or `confidence_threshold` instead"
             )
         expected = [noise_embeds.shape[0], num_anchors, len(config.state_layer_ids or ()), *(config.state_shape or ())]
-        if states is None or list(states.shape) != expected:
-            got = None if states is None else list(states.shape)
+        got: list[int] | None = None
+        if isinstance(states, list):  # of one anchor, where they lie in a cache
+            got = [noise_embeds.shape[0], 1, len(states), *states[0].shape[1:]]
+        elif states is not None:
+            got = list(states.shape)
+        if got != expected:
             raise ValueError(f"`states` of a drafter with a reader must be [B, A, N, H, K, V] = {expected}, got {got}")
 
 

@@ -23,6 +23,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from ready_hf.candidates import DraftContext, ReadyCandidateGenerator
 from ready_hf.drafting import DraftingMixin, DraftSession
 from ready_hf.statistics import record_stats
+from ready_hf.target import committed_states
 
 
 REAL, ZEROS, OTHER, OLD = "real", "zeros", "other prompt", "one round old"
@@ -53,9 +54,9 @@ class StatesSession(DraftSession):
 
     def states(self, context: DraftContext) -> torch.Tensor | None:
         """What the reader gets in this round; see the module docstring."""
-        real = super().states(context)
-        if real is None:
+        if not self._state_layers:
             return None
+        real = committed_states(context.cache, self._state_layers)  # a copy: it is kept for the next round
         previous, self.newest = self.newest, real
         if self.kind == ZEROS:
             return torch.zeros_like(real)

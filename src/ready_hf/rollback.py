@@ -8,9 +8,10 @@
     rollback.close()                        # the cache is an ordinary one again
 
 While recording, every recurrent layer keeps the state before the block and the tensors of its recurrence call, by
-reference. On commit the state after n tokens is rebuilt from these in closed form; convolution windows and key/value
-caches are cut. Full acceptance costs nothing, and no layer ever holds more than two recurrent states. The prefill is
-not recorded.
+reference. On commit the state after n tokens is rebuilt from these, by one kernel for all layers or in closed form
+(`ready_hf.ops`); convolution windows and key/value caches are cut. No layer ever holds more than two recurrent states.
+The prefill is not recorded. Mixers that `fused_mixer` knows run their block in two launches, and leave the state as it
+was until the commit.
 
 A state cannot be cropped, only rebuilt; so an update that left no record is an error, never a guess.
 """
@@ -20,7 +21,6 @@ import functools
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,49 +32,10 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from ready_hf.kernels import (
-    Window,
-    gated_delta_block,
-    gated_delta_window,
-    grouped_query,
-    mamba2_window,
-    scaled_query,
-    window_outputs,
-    window_state,
-)
-from ready_hf.target import GATED_DELTA_RULE, MAMBA2, RecurrenceCall, UnsupportedTargetError, observing_recurrence
-
-
-# Blocks up to this length bypass the block function, which pads them to a chunk of 64 or more: where the step function
-# is a kernel that takes blocks they run through that, and where there is no kernel at all, in closed form.
-SHORT_BLOCK = 33
-
-
-@dataclass
-class Record:
-    """What one recurrent layer needs to rebuild the state after any prefix of a block.
-
-    Args:
-        call (`RecurrenceCall`): The recurrence call, its tensors by reference.
-        length (`int`): Tokens of the block.
-        window (`Window`, *optional*): The block's updates, if the forward already computed them.
-        base (`torch.Tensor` of shape `[B, H, K, V]`, Mamba-2 `[B, H, V, K]`, *optional*): State before the block.
-    """
-
-    call: RecurrenceCall
-    length: int
-    window: Window | None = None
-    base: torch.Tensor | None = None
-
-    def state_after(self, keep: int | torch.Tensor) -> torch.Tensor:
-        """State after the first `keep` tokens (all rows alike, or one number per row), in the cache's layout."""
-        if self.window is None and self.call.step_rule is not None:
-            return _by_step_rule(self.call, keep)[1]
-        window = self.window if self.window is not None else _window(self.call)
-        if self.call.recurrence is MAMBA2:
-            # one decay per head: keys and updates may swap places, which gives the transposed state
-            window = Window(window.updates, window.keys, window.log_decay)
-        return window_state(window, self.base, keep)
+from ready_hf import fused_mixer, ops
+from ready_hf.block_records import Record, block_length, recorded
+from ready_hf.kernels import FLOATS
+from ready_hf.target import MixerCall, RecurrenceCall, UnsupportedTargetError, observing_recurrence
 
 
 class RollbackLayer(LinearAttentionCacheLayerMixin):
@@ -99,21 +60,11 @@ class RollbackLayer(LinearAttentionCacheLayerMixin):
         self.is_recurrent_states_initialized[state_idx] = True
         return self.recurrent_states[state_idx]
 
-    def commit_states(self, keep: int | torch.Tensor, length: int) -> None:
-        """Rebuilds the recurrent states after the first `keep` of the `length` tokens of the last block."""
-        for state_idx, record in self._records.items():
-            if isinstance(keep, int) and keep == length:
-                continue
-            dtype = self.recurrent_states[state_idx].dtype
-            self.recurrent_states[state_idx] = None  # freed before its successor is allocated
-            self.recurrent_states[state_idx] = record.state_after(keep).to(dtype)
-
-    def commit_windows(self, keep: int | torch.Tensor) -> None:
-        """Cuts the convolution windows to what they were after the first `keep` tokens of the last block."""
-        for state_idx, window in self.conv_states.items():
-            if window is not None:
-                self._uncut[state_idx] = window
-                self.conv_states[state_idx] = _conv_window(window, keep, self.conv_kernel_size[state_idx])
+    def uncut_windows(self) -> list[int]:
+        """Convolution windows that are to be cut by a commit; they are kept until then."""
+        found = [i for i, window in self.conv_states.items() if window is not None]
+        self._uncut.update({i: self.conv_states[i] for i in found})
+        return found
 
     def abort(self) -> None:
         """Puts back the states from before the last block; layers that the block did not reach are left alone."""
@@ -180,7 +131,7 @@ class Rollback:
         self._length, self.is_recording = length, True
         try:
             self._start_past_recording()
-            with observing_recurrence(self._observe):
+            with observing_recurrence(self._observe, self._observe_mixer):
                 yield
             self._check_records()
         except BaseException:
@@ -218,10 +169,8 @@ class Rollback:
             _check_alignable(self.cache)
         exchanged = [layer for layer in self.cache.layers if isinstance(layer, RollbackLayer)]
         try:
-            for layer in exchanged:
-                layer.commit_states(keep, self._length)
-            for layer in exchanged:
-                layer.commit_windows(keep)
+            _commit_states(exchanged, keep, self._length)
+            _commit_windows(exchanged, keep)
             for layer in self.cache.layers:
                 _cut_keys_and_values(layer, self._length - longest)
                 if shift is not None:
@@ -260,17 +209,17 @@ class Rollback:
         return record
 
     def _observe(self, call: RecurrenceCall) -> Any:
-        length = _block_length(call)
-        if length != self._length:
+        if block_length(call) != self._length:
             return call.run()  # leaves no record: the cache layer refuses the update
-        if length > SHORT_BLOCK or (call.has_kernel and call.step_rule is None):
-            result, self._record = call.run(), Record(call, length)
-        elif call.step_rule is not None:
-            result, self._record = _by_step_rule(call, length), Record(call, length)
-        else:
-            result, window = _short_block(call)
-            self._record = Record(call, length, window)
+        result, self._record = recorded(call)
         return result
+
+    def _observe_mixer(self, call: MixerCall) -> torch.Tensor | None:
+        layer = self.cache.layers[call.mixer.layer_idx]
+        if not isinstance(layer, RollbackLayer) or not fused_mixer.fits(call, layer, self._length):
+            return None
+        output, layer._records[0], layer.conv_states[0] = fused_mixer.run(call, layer)
+        return output
 
     def _start_past_recording(self) -> None:
         for index, layer in enumerate(self.cache.layers):
@@ -335,53 +284,41 @@ def check_cache(cache: Cache | None) -> Cache:
     return cache
 
 
-def _window(call: RecurrenceCall) -> Window:
-    a = call.arguments
-    if call.recurrence is MAMBA2:
-        optional = {name: a[name] for name in ("dt_bias", "dt_softplus", "dt_limit") if name in a}
-        return mamba2_window(a["hidden_states"], a["dt"], a["A"], a["B"], **optional)
-    l2norm = a.get("use_qk_l2norm_in_kernel", False)
-    return gated_delta_window(a["key"], a["value"], a["g"], a["beta"], a["initial_state"], l2norm)
+def _commit_states(layers: list[RollbackLayer], keep: int | torch.Tensor, length: int) -> None:
+    """Rebuilds the recurrent states after the first `keep` of the `length` tokens of the last block."""
+    by_kernel = []
+    for layer in layers:
+        for state_idx, record in layer._records.items():
+            if isinstance(keep, int) and keep == length and not record.is_frozen:
+                continue
+            state = layer.recurrent_states[state_idx]
+            commit = record.as_commit(state)
+            if commit is not None:
+                by_kernel.append((layer, state_idx, commit))
+                continue
+            dtype = state.dtype
+            layer.recurrent_states[state_idx] = state = None  # freed before its successor is allocated
+            layer.recurrent_states[state_idx] = record.state_after(keep).to(dtype)
+    found = ops.commit_states([commit for _, _, commit in by_kernel], keep)
+    for (layer, state_idx, commit), state in zip(by_kernel, found, strict=True):
+        if commit.out is None:
+            layer.recurrent_states[state_idx] = state
 
 
-def _short_block(call: RecurrenceCall) -> tuple[tuple[torch.Tensor, torch.Tensor], Window]:
-    """Outputs and final state of a short block in closed form, as the block function returns them, and its window."""
-    a = call.arguments
-    if call.recurrence is MAMBA2:
-        window, base = _window(call), None if a["initial_states"] is None else a["initial_states"].mT
-        x = a["hidden_states"].float()  # [B, T, H, V]
-        output = window_outputs(grouped_query(a["C"], x.shape[2]), window, base).transpose(1, 2)
-        if a.get("D") is not None:
-            output = output + a["D"][..., None] * x
-        return (output.contiguous(), window_state(window, base, x.shape[1]).mT.contiguous()), window
-    base, length, l2norm = a["initial_state"], a["value"].shape[1], a.get("use_qk_l2norm_in_kernel", False)
-    if call.recurrence is GATED_DELTA_RULE:
-        output, window = gated_delta_block(a["query"], a["key"], a["value"], a["g"], a["beta"], base, l2norm)
-    else:
-        query, window = scaled_query(a["query"], a["value"].shape[2], l2norm), _window(call)
-        output = window_outputs(query, window, base).transpose(1, 2)
-    return (output.contiguous().to(a["query"].dtype), window_state(window, base, length)), window
-
-
-def _by_step_rule(call: RecurrenceCall, keep: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and final state of the first `keep` tokens by the step kernel."""
-    a = call.arguments
-    query, key, value, g, beta = (a[name] for name in ("query", "key", "value", "g", "beta"))
-    if isinstance(keep, int):
-        query, key, value, g, beta = (x[:, :keep] for x in (query, key, value, g, beta))
-    else:  # a token that neither decays nor writes changes nothing
-        dropped = torch.arange(value.shape[1], device=keep.device) >= keep[:, None]  # [B, T]
-        g = g.masked_fill(dropped.view(*dropped.shape, *[1] * (g.dim() - 2)), 0.0)
-        beta = beta.masked_fill(dropped[..., None], 0.0)
-        key, value = (x.masked_fill(dropped[..., None, None], 0.0) for x in (key, value))  # may be NaN
-    l2norm = a.get("use_qk_l2norm_in_kernel", False)
-    options = {"initial_state": a["initial_state"], "output_final_state": True, "use_qk_l2norm_in_kernel": l2norm}
-    # query, key and value by position: kernels name them q, k, v
-    return call.step_rule(query, key, value, g=g, beta=beta, **options)  # type: ignore[misc]
-
-
-def _block_length(call: RecurrenceCall) -> int:
-    return int(call.arguments["hidden_states" if call.recurrence is MAMBA2 else "value"].shape[1])
+def _commit_windows(layers: list[RollbackLayer], keep: int | torch.Tensor) -> None:
+    """Cuts the convolution windows to what they were after the first `keep` tokens of the last block."""
+    by_kernel: dict[int, list[tuple[RollbackLayer, int]]] = {}  # by kernel size
+    for layer in layers:
+        for state_idx in layer.uncut_windows():
+            window, kernel_size = layer.conv_states[state_idx], layer.conv_kernel_size[state_idx]
+            if window.dim() == 3 and window.dtype in FLOATS and ops.uses_kernels(window.device):
+                by_kernel.setdefault(kernel_size, []).append((layer, state_idx))
+            else:
+                layer.conv_states[state_idx] = _conv_window(window, keep, kernel_size)
+    for kernel_size, members in by_kernel.items():
+        windows = ops.commit_windows([layer.conv_states[i] for layer, i in members], keep, kernel_size)
+        for (layer, i), window in zip(members, windows, strict=True):
+            layer.conv_states[i] = window
 
 
 def _like(state: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:

@@ -12,7 +12,9 @@ What a reader reads is ReaDy's (arXiv 2610.20503); the form of queries, maps, no
 import torch
 from torch import nn
 
+from ready_hf import kernels
 from ready_hf.configuration_ready import ReadyDrafterConfig
+from ready_hf.ops import uses_kernels
 
 
 class StateReader(nn.Module):
@@ -58,8 +60,19 @@ class StateReader(nn.Module):
         added = self.query_proj(torch.cat([inputs[name] for name in self.conditioning], dim=-1))
         return self.query + added.view(*added.shape[:2], 1, *self.query_shape)
 
-    def read(self, queries: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """o = S^T q: `[B, A, G, N, H, V]` from queries `[B, A, G, N, H, K]` and states `[B, A, N, H, K, V]`."""
+    def reads_in_place(self, state: torch.Tensor) -> bool:
+        """Whether states like this one can be handed over as a list, to be read by a kernel where they lie."""
+        return self.normalization != "state" and state.dtype in kernels.FLOATS and uses_kernels(state.device)
+
+    def read(self, queries: torch.Tensor, states: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+        """o = S^T q: `[B, A, G, N, H, V]` from queries `[B, A, G, N, H, K]` and states `[B, A, N, H, K, V]`.
+
+        Or, for one anchor, from N states `[B, H, K, V]` that lie anywhere.
+        """
+        if isinstance(states, list):
+            by_layer = queries[:, 0].permute(0, 2, 3, 1, 4)  # [B, N, H, G, K]
+            reads = kernels.state_read(states, by_layer, backend="triton")[:, None]
+            return _unit_rms(reads, self.eps) if self.normalization == "read" else reads
         if self.normalization == "state":
             states = states / (states.float().square().sum((-1, -2), keepdim=True) + self.eps).sqrt().to(states.dtype)
         reads = torch.einsum("bagnhk,banhkv->bagnhv", queries.to(states.dtype), states)
@@ -76,18 +89,19 @@ class StateReader(nn.Module):
         return torch.stack(self.up_proj(latent).chunk(self.num_outputs, dim=-1))
 
     def forward(
-        self, states: torch.Tensor, anchor_embeds: torch.Tensor, context_features: torch.Tensor
+        self, states: torch.Tensor | list[torch.Tensor], anchor_embeds: torch.Tensor, context_features: torch.Tensor
     ) -> torch.Tensor:
         """Residuals `[num_outputs, B, A, G, d]`: one for the whole block, or one per drafter layer.
 
         Args:
-            states (`torch.Tensor` of shape `[B, A, N, H, K, V]`): Committed states before every anchor, any float
-                dtype.
+            states (`torch.Tensor` of shape `[B, A, N, H, K, V]`, or N tensors `[B, H, K, V]`): Committed states before
+                every anchor, any float dtype.
             anchor_embeds (`torch.Tensor` of shape `[B, A, d]`): The target's embeddings of the anchors.
             context_features (`torch.Tensor` of shape `[B, A, d]`): The fused feature of the position before each.
         """
         dtype = self.query.dtype  # a quantized `up_proj` has weights of another dtype than its inputs
-        reads = self.read(self.queries(anchor_embeds, context_features).float(), states.float())
+        states = states if isinstance(states, list) else states.float()
+        reads = self.read(self.queries(anchor_embeds, context_features).float(), states)
         return self.project(reads.to(dtype), anchor_embeds)
 
 

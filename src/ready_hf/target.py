@@ -9,6 +9,8 @@ a verify forward);
 - otherwise runs transformers' torch rule for tensors on the CPU, which an installed GPU kernel package would crash on;
 - otherwise changes nothing.
 
+The mixers' own `forward` gets a wrapper too, which lets an observer stand in for it.
+
 This module knows nothing of drafting or decoding.
 """
 
@@ -160,6 +162,15 @@ def check_target(model: PreTrainedModel) -> list[RecurrentLayer]:
 def committed_states(cache: Cache, layers: list[RecurrentLayer]) -> torch.Tensor:
     """The recurrent states of some layers, copied out of a cache, `[B, N, H, K, V]` in the dtype they are kept in.
 
+    Raises:
+        ValueError: a layer has no state yet.
+    """
+    return torch.stack(state_views(cache, layers), dim=1)
+
+
+def state_views(cache: Cache, layers: list[RecurrentLayer]) -> list[torch.Tensor]:
+    """The recurrent states of some layers where they lie in a cache, N tensors `[B, H, K, V]`.
+
     Mamba-2 caches hold the transposed matrix; here all recurrences have one layout.
 
     Raises:
@@ -171,7 +182,7 @@ def committed_states(cache: Cache, layers: list[RecurrentLayer]) -> torch.Tensor
         if state is None:
             raise ValueError(f"layer {layer.layer_idx} of the cache has no recurrent state yet: run the prompt first")
         found.append(state.transpose(-1, -2) if layer.recurrence is MAMBA2 else state)
-    return torch.stack(found, dim=1)
+    return found
 
 
 @dataclass(frozen=True)
@@ -194,27 +205,61 @@ class RecurrenceCall:
     step_rule: Callable[..., Any] | None = None
 
 
+@dataclass(frozen=True)
+class MixerCall:
+    """One call of a recurrent layer's mixer, as an observer sees it.
+
+    Args:
+        mixer (`nn.Module`): The mixer.
+        hidden_states (`torch.Tensor` of shape `[B, T, hidden]`): Its input.
+        attention_mask (`torch.Tensor`, *optional*): Its mask.
+        options (`dict`): Its other arguments.
+    """
+
+    mixer: Any
+    hidden_states: torch.Tensor
+    attention_mask: torch.Tensor | None
+    options: dict[str, Any]
+
+    @property
+    def has_packed_sequences(self) -> bool:
+        """Whether several sequences lie in one row."""
+        return any(self.options.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx"))
+
+    def masked_hidden_states(self) -> torch.Tensor:
+        """The input with padding zeroed, as the mixer does it."""
+        apply: Any = vars(sys.modules[type(self.mixer).__module__])["apply_mask_to_padding_states"]
+        return apply(self.hidden_states, self.attention_mask)
+
+
 Observer = Callable[[RecurrenceCall], Any]
+MixerObserver = Callable[[MixerCall], torch.Tensor | None]
 
 
 class _ThreadState(threading.local):
     observer: Observer | None = None
+    mixer_observer: MixerObserver | None = None
 
 
 _thread = _ThreadState()
 _lock = threading.RLock()
 _patched_functions: dict[tuple[ModuleType, str], tuple[Any, Any]] = {}  # (module, name) -> (wrapper, original)
+_patched_mixers: dict[Any, tuple[Any, Any]] = {}  # mixer class -> (wrapper, original)
 _patched_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 @contextmanager
-def observing_recurrence(observer: Observer) -> Iterator[None]:
-    """Inside, calls of block functions in *this thread* go to `observer(call)`, which returns what they would."""
-    previous, _thread.observer = _thread.observer, observer
+def observing_recurrence(observer: Observer, mixer_observer: MixerObserver | None = None) -> Iterator[None]:
+    """Inside, calls of block functions in *this thread* go to `observer(call)`, which returns what they would.
+
+    Calls of whole mixers go to `mixer_observer(call)` first, which returns their output, or `None` to let them run.
+    """
+    previous = _thread.observer, _thread.mixer_observer
+    _thread.observer, _thread.mixer_observer = observer, mixer_observer
     try:
         yield
     finally:
-        _thread.observer = previous
+        _thread.observer, _thread.mixer_observer = previous
 
 
 def ensure_patched(model: PreTrainedModel) -> None:
@@ -232,6 +277,12 @@ def ensure_patched(model: PreTrainedModel) -> None:
                 _patch(module, recurrence.step_function)
             for name in CPU_ROUTED_FUNCTIONS:
                 _patch(module, name)
+        deltas = [layer for layer in recurrent_layers(model) if layer.recurrence is GATED_DELTA_RULE]
+        for mixer_class in {type(layer.mixer) for layer in deltas}:
+            if "forward" in vars(mixer_class) and mixer_class not in _patched_mixers:
+                original = mixer_class.forward
+                mixer_class.forward = wrapper = _wrap_mixer(original)
+                _patched_mixers[mixer_class] = (wrapper, original)
         _patched_models.add(model)
 
 
@@ -241,7 +292,11 @@ def unpatch() -> None:
         for (module, name), (wrapper, original) in _patched_functions.items():
             if getattr(module, name, None) is wrapper:
                 setattr(module, name, original)
+        for mixer_class, (wrapper, original) in _patched_mixers.items():
+            if mixer_class.forward is wrapper:
+                mixer_class.forward = original
         _patched_functions.clear()
+        _patched_mixers.clear()
         _patched_models.clear()
 
 
@@ -340,6 +395,20 @@ def _wrap(original: Any, module: ModuleType, recurrence: Recurrence | None) -> C
         return _thread.observer(RecurrenceCall(recurrence, arguments, run, has_kernel, step_rule))
 
     return wrapper
+
+
+def _wrap_mixer(original: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _thread.mixer_observer is not None and not args and "hidden_states" in kwargs:
+            options = {name: x for name, x in kwargs.items() if name not in ("hidden_states", "attention_mask")}
+            call = MixerCall(self, kwargs["hidden_states"], kwargs.get("attention_mask"), options)
+            output = _thread.mixer_observer(call)
+            if output is not None:
+                return output
+        return original(self, *args, **kwargs)
+
+    return forward
 
 
 def _has_kernel(recurrence: Recurrence, device: torch.device) -> bool:

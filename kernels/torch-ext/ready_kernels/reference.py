@@ -149,14 +149,30 @@ def mamba2_window(
         `Window`: `B_t` as keys, `dt_t x_t` as updates, cumulative `dt_t A`.
     """
     heads = hidden_states.shape[2]
+    step, log_decay = mamba2_steps(dt, A, dt_bias, dt_softplus, dt_limit)
+    keys = _per_head(_wide(B), heads)
+    updates = _per_head(_wide(hidden_states), heads) * step.transpose(1, 2)[..., None]
+    return Window(keys, updates, _cumulative(log_decay))
+
+
+def mamba2_steps(
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Step sizes of Mamba-2 and its log decay `dt A`, both `[B, T, H]`, at least float32.
+
+    Args:
+        dt, A, dt_bias, dt_softplus, dt_limit: As in `mamba2_window`.
+    """
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
         dt = F.softplus(dt)
-    step = _wide(dt.clamp(dt_limit[0], dt_limit[1]))  # [B, T, H]
-    keys = _per_head(_wide(B), heads)
-    updates = _per_head(_wide(hidden_states), heads) * step.transpose(1, 2)[..., None]
-    return Window(keys, updates, _cumulative(step * A.to(step.dtype)))
+    step = _wide(dt.clamp(dt_limit[0], dt_limit[1]))
+    return step, step * A.to(step.dtype)
 
 
 def window_outputs(query: torch.Tensor, window: Window, initial_state: torch.Tensor | None) -> torch.Tensor:
