@@ -4,8 +4,8 @@
 
 First the small trained target with its shipped drafters in float32: tokens must be those of plain decoding, with
 kernels and without. Then a model of the 27B shape with random weights in bfloat16 and drafts that are right with
-probability 0.7: the committed states against a fresh forward, and wherever drafted and plain tokens part, how close the
-two best logits were, against how much two plain ways to compute them (step by step, all at once) differ there.
+probability 0.7: the committed states against a fresh forward, and wherever drafted and plain tokens part, how close
+the two best logits were, against how much two plain ways to compute them (step by step, all at once) differ there.
 """
 
 import argparse
@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_gpu import DEVICE, cache_of, large_model, package_version, recurrent_states, synchronize, worst
+from benchmark_gpu import (
+    DEVICE,
+    cache_of,
+    large_model,
+    package_version,
+    recurrent_states,
+    synchronize,
+    time_large,
+    worst,
+)
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
@@ -54,13 +63,13 @@ class PartlyRight(CandidateGenerator):
         """Nothing to learn."""
 
 
-def small_target() -> bool:
+def small_target(prompts: int) -> bool:
     """Tokens of the shipped models, kernels on and off; prints one line per drafter and returns whether all agree."""
     path, same = ready_hf.small_target_path(), True
     tokenizer = AutoTokenizer.from_pretrained(path)
     target = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(DEVICE).eval()
-    texts = [prompt.text for prompt in read_prompts(Path(path) / "prompts.jsonl")[:6]]
-    for kind in ("dspark", "ready"):
+    texts = [prompt.text for prompt in read_prompts(Path(path) / "prompts.jsonl")[:prompts]]
+    for kind in ("dspark", "ready") if prompts else ():
         drafter = AutoModel.from_pretrained(ready_hf.small_drafter_path(kind), dtype=torch.float32).to(DEVICE).eval()
         for backend in ("torch", "auto"):
             ready_hf.set_kernels(backend)
@@ -138,6 +147,7 @@ def main() -> int:
     """Exit status 1 if tokens differ where they must not."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=64, help="of the large model; 0 leaves it out")
+    parser.add_argument("--small-prompts", type=int, default=6, help="of the small target; 0 leaves it out")
     parser.add_argument("--block", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--prompts", type=int, default=2)
@@ -145,9 +155,15 @@ def main() -> int:
     names = ("torch", "triton", "transformers", "fla-core")
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     print(device, *(f"{name} {package_version(name)}" for name in names), flush=True)
-    ok = small_target()
+    ok = small_target(args.small_prompts)
     if args.layers:
         model = large_model(args.layers)
+        ready_hf.ensure_patched(model)
+        for block in (8, 16):
+            times = time_large(model, block, 512, 7)
+            shown = [f"{name} {ms:.1f} ms ({ms / times['plain step']:.2f} steps)" for name, ms in times.items()]
+            print(f"block {block}: {', '.join(shown)}", flush=True)
+        ready_hf.set_kernels("auto")
         print(f"{args.layers} layers of the 27B shape, blocks of {args.block}, drafts right with 0.7", flush=True)
         ok &= large(model, args.block, args.tokens, args.prompts)
     print("ok" if ok else "WRONG", flush=True)

@@ -7,8 +7,12 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import ready_hf
+from ready_hf.chunk_states import forward_with_states
+from ready_hf.kernels import launches
+from ready_hf.target import committed_states, recurrent_layers
 from support import (
     cache_argument,
     cache_of,
@@ -61,3 +65,33 @@ def test_drafted_tokens_equal_plain_ones():
     options = {"max_new_tokens": 96, "do_sample": False}
     drafted = model.generate(**inputs, **options, assistant_model=ready_hf.PromptLookupDrafter())
     assert torch.equal(drafted, model.generate(**inputs, **options))
+
+
+@torch.no_grad()
+def test_states_for_training_equal_those_of_the_kernels():
+    """The torch scan against a forward of every prefix, whose chunk kernel multiplies in tf32."""
+    model = AutoModelForCausalLM.from_pretrained(ready_hf.small_target_path(), dtype=torch.float32).to("cuda").eval()
+    ready_hf.ensure_patched(model)
+    layers, positions = recurrent_layers(model), torch.tensor([[64, 128, 200]], device="cuda")
+    ids = torch.randint(3, 2000, (1, 256), generator=torch.Generator().manual_seed(0)).to("cuda")
+    _, found = forward_with_states(model, ids, positions, layers)
+    for k, length in enumerate(positions[0].tolist()):
+        expected = committed_states(cache_of(model(ids[:, :length], use_cache=True)), layers)
+        assert float((found[:, k] - expected).norm() / expected.norm()) <= 2e-3
+
+
+@pytest.mark.lossless
+def test_kernels_and_torch_draft_the_same_tokens():
+    """The shipped models, greedily, in float32."""
+    path = ready_hf.small_target_path()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to("cuda").eval()
+    drafter = AutoModel.from_pretrained(ready_hf.small_drafter_path("ready"), dtype=torch.float32).to("cuda").eval()
+    inputs = AutoTokenizer.from_pretrained(path)("def main(", return_tensors="pt").to("cuda")
+    options = {"max_new_tokens": 64, "do_sample": False}
+    plain = model.generate(**inputs, **options)
+    for backend in ("auto", "torch"):
+        ready_hf.set_kernels(backend)
+        launches.clear()
+        assert torch.equal(model.generate(**inputs, **options, assistant_model=drafter), plain)
+        assert bool(launches["commit_and_read"]) is bool(launches["verify_rule"]) is (backend == "auto")
+    ready_hf.set_kernels("auto")

@@ -58,18 +58,23 @@ class Record:
         return window_state(window, self.base, keep)
 
     def as_commit(self, state: torch.Tensor) -> StateCommit | None:
-        """The same for the kernels, writing into `state`, which the block left; `None` if they do not take it."""
-        if self.base is None or not uses_kernels(self.base.device):
+        """The same for the kernels, writing into `state`, which the block left; `None` where they are not used.
+
+        Raises:
+            ValueError: kernels are forced, and do not take these dtypes.
+        """
+        if not uses_kernels(state.device):
             return None
         a, out = self.call.arguments, None if self.is_frozen else state
+        base = torch.zeros_like(state) if self.base is None else self.base
         if self.call.recurrence is MAMBA2:
             step, g = mamba2_steps(a["dt"], a["A"], **_given(a, "dt_bias", "dt_softplus", "dt_limit"))
             out = None if out is None else out.mT
-            commit = StateCommit(a["B"], a["hidden_states"], g, step, self.base.mT, out, False, False)
+            commit = StateCommit(a["B"], a["hidden_states"], g, step, base.mT, out, False, False)
         else:
             l2norm = a.get("use_qk_l2norm_in_kernel", False)
-            commit = StateCommit(a["key"], a["value"], a["g"], a["beta"], self.base, out, True, l2norm)
-        return commit if commit.fits else None
+            commit = StateCommit(a["key"], a["value"], a["g"], a["beta"], base, out, True, l2norm)
+        return commit if commit.is_supported() else None
 
 
 def recorded(call: RecurrenceCall) -> tuple[Any, Record]:

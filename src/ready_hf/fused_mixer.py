@@ -40,6 +40,7 @@ def fits(call: MixerCall, layer: Any, length: int) -> bool:
         hidden_states.shape[1] == length <= MOST_TOKENS
         and not call.has_packed_sequences
         and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
         and state is not None
         and window is not None
         and window.shape[-1] == mixer.conv_kernel_size

@@ -65,11 +65,19 @@ class StateCommit:
     delta: bool = True
     l2norm: bool = True
 
-    @property
-    def fits(self) -> bool:
-        """Whether the kernels take these dtypes."""
+    def is_supported(self) -> bool:
+        """Whether the kernels take these dtypes.
+
+        Raises:
+            ValueError: they do not, and are forced.
+        """
         tensors = (self.key, self.value, self.g, self.beta, self.base)
-        return all(x.dtype in (torch.float32, torch.bfloat16, torch.float16) for x in tensors)
+        if all(x.dtype in kernels.FLOATS for x in tensors):
+            return True
+        if _backend == "triton":
+            found = ", ".join(sorted({str(x.dtype) for x in tensors}))
+            raise ValueError(f"kernels are forced, and take float32, bfloat16 and float16; the target has {found}")
+        return False
 
     @property
     def kind(self) -> tuple[Any, ...]:

@@ -1,0 +1,188 @@
+"""Rollback, generation and drafting through the Triton kernels, in the interpreter where there is no GPU."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import ready_hf
+from ready_hf import kernels, ops
+from ready_hf.drafting import DraftSession
+from support import (
+    StateCheck,
+    cache_argument,
+    cache_of,
+    drafter_for,
+    plain_ids,
+    random_prompt,
+    states,
+    tiny_target,
+    trained_target,
+    trained_tokenizer,
+    worst_error,
+)
+
+
+pytest.importorskip("triton")
+FUSED = ["qwen3_5"]
+OTHERS = ["qwen3_next", "kimi_linear", "bamba"]
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Kernels on, and counted from zero."""
+    monkeypatch.setattr(ops, "_backend", "triton")
+    kernels.launches.clear()
+    return kernels.launches
+
+
+def round_of(model, rollback, cache, seen, length, keep, rows):
+    """One recorded and committed block; returns it."""
+    block = torch.cat([random_prompt(length, seed=seen + row) for row in range(rows)])
+    positions = torch.arange(seen, seen + length).expand(rows, -1)
+    with torch.no_grad(), rollback.recording(length):
+        model(block, use_cache=True, position_ids=positions, **cache_argument(cache))
+    rollback.commit(keep)
+    return block
+
+
+@pytest.mark.parametrize("family", FUSED + OTHERS)
+@torch.no_grad()
+def test_committed_states_equal_a_fresh_forward(family, forced):
+    """Several rounds, the last one kept whole."""
+    model = copy.deepcopy(tiny_target(family))
+    ids = random_prompt(9)
+    cache = cache_of(model(ids, use_cache=True))
+    rollback = ready_hf.Rollback(cache)
+    for length, keep in ((2, 1), (5, 3), (4, 4)):
+        block = round_of(model, rollback, cache, ids.shape[1], length, keep, 1)
+        ids = torch.cat([ids, block[:, :keep]], dim=1)
+        assert worst_error(states(cache), states(cache_of(model(ids, use_cache=True)))) <= 1e-5
+    rollback.close()
+    assert forced["commit_and_read"] == (3 if family in FUSED else 2)  # a step rule has the state of a whole block
+    assert forced["conv_commit"] == 3
+    assert (forced["verify_rule"] > 0) is (family in FUSED)
+
+
+@pytest.mark.parametrize("family", FUSED + OTHERS)
+@torch.no_grad()
+def test_rows_keep_different_numbers_of_tokens(family, forced):
+    model, rows = copy.deepcopy(tiny_target(family)), 3
+    prompts = torch.cat([random_prompt(9, seed=row) for row in range(rows)])
+    keep = torch.tensor([1, 4, 2])
+    found = []
+    for backend in ("triton", "torch"):
+        ops.set_kernels(backend)
+        cache = cache_of(model(prompts, use_cache=True))
+        rollback = ready_hf.Rollback(cache)
+        round_of(model, rollback, cache, 9, 4, keep, rows)
+        rollback.close()
+        found.append(states(cache))
+    assert worst_error(*found) <= 1e-5
+    assert forced["commit_and_read"]
+    assert forced["conv_commit"]
+
+
+@pytest.mark.lossless
+def test_tokens_of_the_trained_target_are_those_of_plain_decoding(forced):
+    code = "def area(rows):\n    total = rows * 2\n    return total"
+    prompt = trained_tokenizer()(
+        f"<file>\n{code}\n</file>\n# Rename rows to items\n<edited>\n", return_tensors="pt"
+    ).input_ids
+    plain = trained_target().generate(prompt, max_new_tokens=20, do_sample=False)
+    with ready_hf.record_stats() as stats:
+        drafted = trained_target().generate(
+            prompt, max_new_tokens=20, do_sample=False, assistant_model=ready_hf.PromptLookupDrafter(4)
+        )
+    assert torch.equal(drafted, plain)
+    assert stats.rounds < 20
+    assert forced["verify_rule"]
+    assert forced["commit_and_read"]
+
+
+@torch.no_grad()
+def test_without_the_commit_states_are_wrong(forced, monkeypatch):
+    """Negative control: the frozen state of a verified block is not that of its tokens."""
+    monkeypatch.setattr("ready_hf.rollback._commit_states", lambda *args: None)
+    model = copy.deepcopy(tiny_target("qwen3_5"))
+    ids = random_prompt(9)
+    cache = cache_of(model(ids, use_cache=True))
+    rollback = ready_hf.Rollback(cache)
+    block = round_of(model, rollback, cache, 9, 4, 4, 1)
+    rollback.close()
+    fresh = cache_of(model(torch.cat([ids, block], dim=1), use_cache=True))
+    assert worst_error(states(cache), states(fresh)) > 1e-2
+
+
+def test_a_drafter_reads_states_where_they_lie(forced):
+    """The same tokens as through torch; the states are the committed ones in every round."""
+    target = copy.deepcopy(tiny_target("qwen3_5"))
+    drafter, prompt = drafter_for(target, block_size=3), random_prompt(12)
+    check, draft = StateCheck(target), DraftSession.draft
+    found = {}
+    for backend in ("triton", "torch"):
+        ops.set_kernels(backend)
+        blocks = []
+
+        def seen(self, context, blocks=blocks):
+            check(context)
+            blocks.append(draft(self, context)[0])
+            return blocks[-1], None
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DraftSession, "draft", seen)
+            ids = target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=drafter)
+        found[backend] = ids, torch.cat(blocks, dim=1)
+    assert torch.equal(found["triton"][0], plain_ids("qwen3_5")[:, : found["triton"][0].shape[1]])
+    assert torch.equal(found["triton"][1], found["torch"][1])
+    assert check.worst < 1e-5
+    assert forced["state_read"] == check.rounds // 2
+
+
+@torch.no_grad()
+def test_a_failing_commit_leaves_the_cache_as_it_was(forced, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    model = copy.deepcopy(tiny_target("qwen3_5"))
+    cache = cache_of(model(random_prompt(9), use_cache=True))
+    before = states(copy.deepcopy(cache))
+    rollback = ready_hf.Rollback(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "commit_windows", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            round_of(model, rollback, cache, 9, 4, 2, 1)
+    assert worst_error(states(cache), before) == 0.0
+    round_of(model, rollback, cache, 9, 4, 2, 1)  # goes on
+    rollback.close()
+
+
+def test_choosing_kernels(monkeypatch):
+    with pytest.raises(ValueError, match="must be one of auto, triton, torch"):
+        ready_hf.set_kernels("cuda")
+    monkeypatch.setattr(ops, "_backend", "gpu")  # READY_HF_KERNELS=gpu
+    with pytest.raises(ValueError, match="READY_HF_KERNELS"):
+        ops.uses_kernels(torch.device("cpu"))
+    for backend, expected in (("torch", False), ("triton", True), ("auto", torch.cuda.is_available())):
+        monkeypatch.setattr(ops, "_backend", backend)
+        assert ops.uses_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu")) is expected
+
+
+def test_forced_kernels_that_cannot_run_are_refused_before_any_compute(forced, monkeypatch):
+    monkeypatch.setattr("ready_hf.kernels._launch.INTERPRETED", False)
+    model = tiny_target("qwen3_5")
+    monkeypatch.setattr(type(model), "forward", lambda *args, **kwargs: pytest.fail("computed"))
+    with pytest.raises(RuntimeError, match="Triton kernels run on CUDA tensors"):
+        model.generate(random_prompt(4), max_new_tokens=4, assistant_model=ready_hf.PromptLookupDrafter(2))
+
+
+@torch.no_grad()
+def test_forced_kernels_refuse_float64(forced):
+    model = AutoModelForCausalLM.from_config(tiny_target("qwen3_5").config, dtype=torch.float64).eval()
+    ready_hf.ensure_patched(model)
+    cache = cache_of(model(random_prompt(9), use_cache=True))
+    rollback = ready_hf.Rollback(cache)
+    with pytest.raises(ValueError, match="kernels are forced, and take float32, bfloat16 and float16"):
+        round_of(model, rollback, cache, 9, 4, 2, 1)
+    rollback.close()
