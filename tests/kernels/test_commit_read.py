@@ -130,7 +130,7 @@ def test_dtypes_of_inputs_and_states(dtype, state_dtype):
 @every_rule
 @pytest.mark.parametrize("strength", [-3.0, -20.0, -120.0, float("-inf")])
 def test_decay_that_forgets_nearly_all_or_all(rule, strength):
-    """The kernel keeps a decay beside the state and must not divide by one that is 0, or nearly."""
+    """A decay of 0, or nearly, in the middle of a block."""
     case = problem(rule, length=6, accepted=[6, 5, 1])
     case.records.g[:, :, 1::2] = strength
     check(case)

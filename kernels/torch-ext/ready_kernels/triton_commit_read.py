@@ -28,9 +28,6 @@ from ._launch import (
 from .records import Records, Stacked
 
 
-SMALL_SCALE = tl.constexpr(1e-12)  # far from where float32 loses digits, 1e-38, or overflows, 1e38
-
-
 @triton.jit
 def commit_read_kernel(
     state,
@@ -133,9 +130,6 @@ def commit_read_kernel(
         next_g = tl.load(p_g, mask=m_k, other=0.0).to(tl.float32)
     else:
         next_g = tl.load(p_g).to(tl.float32)
-    # a decay per head is kept beside the tile, s = scale * tile, and multiplied in at the end, or before it gets so
-    # small that dividing by it could overflow: two operations an element and token instead of three
-    scale = 1.0
     t = 0
     while t < n:
         k = next_k
@@ -152,19 +146,14 @@ def commit_read_kernel(
             s = s * decay[:, None]
         else:
             next_g = tl.load(p_g + ahead * g_t).to(tl.float32)
-            scale = scale * decay
-            if scale < SMALL_SCALE:
-                s = s * scale
-                scale = 1.0
+            s = s * decay
         # the norm goes into the two vectors of values, which are shorter than the key a thread holds
         norm = 1.0
         if L2NORM:
             norm = 1.0 / tl.sqrt(tl.sum(k * k) + 1e-6)
         if DELTA:
-            v = v - tl.sum(s * k[:, None], 0) * (norm * scale)
-        s = s + k[:, None] * (v * (b * norm / scale))[None, :]
-    if not PER_CHANNEL:
-        s = s * scale
+            v = v - tl.sum(s * k[:, None], 0) * norm
+        s = s + k[:, None] * (v * (b * norm))[None, :]
 
     if IN_PLACE:
         if n > 0:  # a row that accepts nothing keeps its state bit for bit

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from ._launch import check_float, launches, on_device, power_of_2, require_kernels, tiles
-from .triton_commit_read import SMALL_SCALE
 from .verify_reference import MAX_TOKENS, Verified, check_inputs
 
 
@@ -132,7 +131,6 @@ def verify_rule_kernel(
     next_q = tl.load(p_q, mask=m_k, other=0.0)
     next_k = tl.load(p_q + HK * K, mask=m_k, other=0.0)
     next_v = tl.load(p_v, mask=m_v, other=0.0)
-    scale_s = 1.0  # the state is scale_s times the tile: see triton_commit_read
     t = 0
     while t < num_tokens:
         q = next_q.to(tl.float32)
@@ -146,16 +144,12 @@ def verify_rule_kernel(
         strength = tl.sum(tl.where(o_t == t, strengths, 0.0), 0)
         unit_k = tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
         unit_q = tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
-        scale_s = scale_s * decay
-        if scale_s < SMALL_SCALE:
-            s = s * scale_s
-            scale_s = 1.0
-        # both reads are of the decayed state before this token, so that neither waits for the other:
+        # both reads are of the state before this token, so that neither waits for the other:
         # S_t^T q = decay S^T q + (k . q) u, with u the update vector
-        update = (v - tl.sum(s * k[:, None], 0) * (scale_s * unit_k)) * (strength * unit_k)  # of the unscaled key
-        read = tl.sum(s * q[:, None], 0) * scale_s + update * tl.sum(k * q, 0)
+        update = (v - tl.sum(s * k[:, None], 0) * (decay * unit_k)) * (strength * unit_k)  # of the unscaled key
+        read = tl.sum(s * q[:, None], 0) * decay + update * tl.sum(k * q, 0)
         tl.store(p_o + t * (H * V), (read * unit_q).to(output.dtype.element_ty), mask=m_v)
-        s = s + k[:, None] * (update / scale_s)[None, :]
+        s = s * decay + k[:, None] * update[None, :]
         t += 1
 
 
