@@ -36,6 +36,7 @@ def verified(model, dtype=torch.float32, length=5, **inputs):
     return out.logits.detach(), cache
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
 @torch.no_grad()
@@ -51,7 +52,7 @@ def test_a_fused_block_is_that_of_the_mixer(family, dtype, tolerance, forced):
         assert float((ours - stock).norm() / stock.norm()) <= tolerance
 
 
-@torch.no_grad()
+@pytest.mark.contract
 def test_known_mixers_are_those_of_transformers():
     """A renamed class would silently lose its fast path."""
     for module, name in fused_mixer.KNOWN_MIXERS:

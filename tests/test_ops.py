@@ -47,6 +47,7 @@ def round_of(model, rollback, cache, seen, length, keep, rows):
     return block
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("family", FUSED + OTHERS)
 @torch.no_grad()
 def test_committed_states_equal_a_fresh_forward(family, forced):

@@ -328,5 +328,6 @@ def test_rounds_where_the_mixer_does():
     for name in ("key", "value", "g", "beta"):
         x, y = getattr(got, name), call.arguments[name]
         assert x.dtype == y.dtype, name
+        x = x.repeat_interleave(y.shape[2] // x.shape[2], dim=2)  # transformers 5.17 repeats keys for their heads
         torch.testing.assert_close(x, y, rtol=ULP[torch.bfloat16], atol=1e-7, msg=f"{name}: {{}}".format)
         assert (x != y).float().mean() < 0.01, name
