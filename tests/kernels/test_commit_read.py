@@ -278,8 +278,14 @@ def test_reads_in_bfloat16():
         (lambda c: c.options.update(out=c.states[:, :1]), "`out` must have"),
         (lambda c: c.options.update(slots=torch.zeros(2, dtype=torch.int32)), "`slots` must be a contiguous"),
         (lambda c: c.options.update(backend="cuda"), "`backend` must be one of"),
+        (
+            lambda c: setattr(c, "states", c.states[:1].expand(2, -1, -1, -1, -1)[:, :1].expand(-1, 3, -1, -1, -1)),
+            "overlap",
+        ),
+        (lambda c: c.options.update(slots=torch.tensor([0, 1, 3])), "must be below 3, got 3"),
+        (lambda c: c.queries.requires_grad_(), "has no gradient"),
     ],
-    ids=range(14),
+    ids=range(17),
 )
 def test_tensors_that_do_not_fit_are_refused_before_any_launch(change, message):
     case = problem()

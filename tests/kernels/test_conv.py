@@ -25,6 +25,13 @@ def test_windows_of_every_row(length, kernel_size, dtype):
         assert torch.equal(found[:, row], stacked[:, row, :, n : n + kernel_size])
 
 
+def test_lengths_outside_of_the_block_read_nothing_foreign():
+    """They cannot be refused without waiting for the device, and count as the nearest allowed ones."""
+    uncut = torch.randn(1, 2, 8, 7, device=DEVICE)
+    found = conv_commit(uncut, torch.tensor([-5, 90], device=DEVICE), 4, backend="triton")
+    assert torch.equal(found, conv_commit(uncut, torch.tensor([0, 3], device=DEVICE), 4, backend="torch"))
+
+
 @pytest.mark.parametrize(
     ("uncut", "accepted", "kernel_size", "message"),
     [

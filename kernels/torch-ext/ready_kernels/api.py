@@ -39,11 +39,12 @@ def commit_and_read(
         states (`[L, N, H, K, V]` or L tensors `[N, H, K, V]`): States before the block, any float dtype, any strides.
         records (`Records`): The recurrence's inputs at the T tokens of the block.
         accepted (`torch.Tensor` of shape `[B]`, int32 or int64): Tokens to keep, 0..T per row, on the device. A row
-            that keeps none keeps its state bit for bit. What the records hold beyond them is never looked at.
+            that keeps none keeps its state bit for bit. What the records hold beyond them changes nothing. On a GPU
+            values are not checked, which would wait for the device; they count as if cut to 0..T.
         queries (`[L, H, J, K]` or `[B, L, H, J, K]`, *optional*): Queries of a reader, the same for all rows or not.
         out (as `states`, *optional*): Where to write. Default: in place.
-        slots (`torch.Tensor` of shape `[B]`, *optional*): Slot of every row in `states`; -1 marks a row of padding,
-            which touches nothing and reads zeros.
+        slots (`torch.Tensor` of shape `[B]`, *optional*): Slot of every row in `states`, all different and below N
+            (on a GPU not checked); -1 marks a row of padding, which touches nothing and reads zeros.
         delta (`bool`): The (gated) delta rule; `False` for Mamba-2, whose update subtracts nothing.
         l2norm (`bool`): Normalise the keys, where the model's own rule does it.
         read_dtype (`torch.dtype`): Of what is returned.
@@ -58,6 +59,8 @@ def commit_and_read(
         ValueError: tensors that do not fit, before any launch.
         RuntimeError: `backend="triton"` where Triton does not run.
     """
+    if queries is not None and queries.requires_grad and torch.is_grad_enabled():
+        raise ValueError("`commit_and_read` has no gradient: read with `state_read`, or pass `queries.detach()`")
     keywords: dict[str, Any] = {"out": out, "slots": slots, "delta": delta, "l2norm": l2norm}
     if _use_triton(backend, accepted):
         from .triton_commit_read import commit_and_read as launch

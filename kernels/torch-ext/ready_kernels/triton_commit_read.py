@@ -300,9 +300,11 @@ def _check(
         raise ValueError(
             f"`out` must have the {state.count} layers and the shape of `states`, got {list(written.shape)}"
         )
+    if any(written.strides[i] == 0 and size > 1 for i, size in enumerate(written.shape)):
+        raise ValueError("`out`, or `states` in place, must not be an expanded tensor: its elements overlap")
     check_vector("accepted", accepted, num_rows)
     if slots is not None:
-        check_vector("slots", slots, num_rows)
+        check_vector("slots", slots, num_rows, below=num_slots)
     elif num_slots != num_rows:
         raise ValueError(f"`states` has {num_slots} rows and the records {num_rows}: pass `slots`")
     check_queries(queries, state.count, num_rows, heads, k_dim)
@@ -313,8 +315,11 @@ def _check(
     return num_rows, num_tokens, (heads, k_dim, v_dim)
 
 
-def check_vector(name: str, tensor: torch.Tensor, num_rows: int) -> None:
-    """Raises ValueError unless `tensor` holds one int32 or int64 per row, next to each other."""
+def check_vector(name: str, tensor: torch.Tensor, num_rows: int, below: int | None = None) -> None:
+    """Raises ValueError unless `tensor` holds one int32 or int64 per row, next to each other.
+
+    On the CPU, where looking costs nothing, also if a value is not less than `below`.
+    """
     if (
         tensor.dtype not in (torch.int32, torch.int64)
         or list(tensor.shape) != [num_rows]
@@ -324,6 +329,8 @@ def check_vector(name: str, tensor: torch.Tensor, num_rows: int) -> None:
             f"`{name}` must be a contiguous int32 or int64 tensor of shape [{num_rows}], got {tensor.dtype} "
             f"{list(tensor.shape)}"
         )
+    if below is not None and num_rows and tensor.device.type == "cpu" and int(tensor.max()) >= below:
+        raise ValueError(f"`{name}` must be below {below}, got {int(tensor.max())}")
 
 
 def check_queries(queries: torch.Tensor | None, num_layers: int, num_rows: int, heads: int, k_dim: int) -> None:

@@ -32,7 +32,7 @@ def conv_commit_kernel(
     o_d = i_d * BD + tl.arange(0, BD)
     o_w = tl.arange(0, BW)
     mask = (o_d < num_channels)[:, None] & (o_w < W)[None, :]
-    n = tl.minimum(tl.load(accepted + i_b).to(tl.int32), num_columns - W)
+    n = tl.maximum(tl.minimum(tl.load(accepted + i_b).to(tl.int32), num_columns - W), 0)
     if TABLE:
         p_x = tl.load(tables + i_l).to(uncut.dtype)
     else:

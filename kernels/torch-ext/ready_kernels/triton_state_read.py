@@ -119,7 +119,7 @@ def state_read(
     num_rows = state.shape[0] if slots is None else len(slots)
     check_queries(queries, state.count, num_rows, state.shape[1], state.shape[2])
     if slots is not None:
-        check_vector("slots", slots, num_rows)
+        check_vector("slots", slots, num_rows, below=state.shape[0])
     check_same_device(states=state.tensor, queries=queries, slots=slots)
     return _StateRead.apply(queries, state, slots, num_rows, read_dtype, precision, tables)
 
