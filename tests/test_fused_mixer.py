@@ -1,13 +1,15 @@
 """The fused verify forward against the mixer's own, and every reason to leave a mixer alone."""
 
 import copy
+import functools
+import sys
 
 import pytest
 import torch
 
 import ready_hf
 from ready_hf import fused_mixer, kernels, ops
-from ready_hf.target import MixerCall, recurrent_layers
+from ready_hf.target import GATED_DELTA_RULE, MixerCall, recurrent_layers
 from support import cache_argument, cache_of, random_prompt, states, tiny_target, worst_error
 
 
@@ -96,13 +98,28 @@ def test_outside_of_a_recorded_block_the_mixer_runs_as_always(forced):
         lambda call, layer: layer.recurrent_states.update({0: None}),
         lambda call, layer: layer.conv_states.update({0: layer.conv_states[0][..., :-1]}),
         lambda call, layer: call.mixer.double(),
+        lambda call, layer: setattr(call.mixer.dt_bias, "data", call.mixer.dt_bias.double()),
+        lambda call, layer: layer.conv_states.update({0: layer.conv_states[0].bfloat16()}),
+        lambda call, layer: setattr(call.mixer, "forward", call.mixer.forward),
         lambda call, layer: setattr(call.mixer, "__class__", type("Changed", (type(call.mixer),), {})),
     ],
-    ids=["offloaded", "activation", "packed", "no state", "other window", "float64", "subclass"],
+    ids=[
+        "offloaded",
+        "activation",
+        "packed",
+        "no state",
+        "other window",
+        "float64",
+        "gates",
+        "window dtype",
+        "own forward",
+        "subclass",
+    ],
 )
 @torch.no_grad()
 def test_anything_unusual_leaves_a_mixer_alone(change, forced):
     model = copy.deepcopy(tiny_target("qwen3_5"))
+    ready_hf.ensure_patched(model)
     cache = cache_of(model(random_prompt(7), use_cache=True))
     mixer = recurrent_layers(model)[0].mixer
     call, layer = (
@@ -126,3 +143,82 @@ def test_unhook_puts_the_forward_back():
     ready_hf.unhook()
     assert mixer_class.forward is original
     ready_hf.hook()
+
+
+def doubled(function):
+    """Somebody's own rule."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        found = function(*args, **kwargs)
+        return 2 * found if isinstance(found, torch.Tensor) else (2 * found[0], *found[1:])
+
+    return wrapper
+
+
+@pytest.mark.parametrize("what", ["forward", "rule", "convolution"])
+@torch.no_grad()
+def test_what_somebody_else_has_changed_is_kept(what, forced, monkeypatch):
+    """Drafted tokens are those of the changed model."""
+    model = copy.deepcopy(tiny_target("qwen3_5"))
+    mixer_class = type(recurrent_layers(model)[0].mixer)
+    module = sys.modules[mixer_class.__module__]
+    ready_hf.unhook()
+    names = {"rule": GATED_DELTA_RULE.block_function, "convolution": "causal_conv1d_fn"}
+    if what == "forward":
+        monkeypatch.setattr(mixer_class, "forward", doubled(mixer_class.forward))
+    else:
+        monkeypatch.setattr(module, names[what], doubled(getattr(module, names[what])))
+    ready_hf.hook()
+    try:
+        verified(model)
+        assert not forced["verify_rule"]
+    finally:
+        ready_hf.unhook()
+        ready_hf.hook()
+
+
+@torch.no_grad()
+def test_a_block_for_another_cache_is_none_of_ours(forced):
+    """Without a cache, with another one, or another model's: the rollback's own cache must not take it."""
+    model = copy.deepcopy(tiny_target("qwen3_5"))
+    ready_hf.ensure_patched(model)
+    cache = cache_of(model(random_prompt(7), use_cache=True))
+    before = states(copy.deepcopy(cache))
+    other = copy.deepcopy(cache)
+    rollback = ready_hf.Rollback(cache)
+    for inputs in ({"use_cache": False}, cache_argument(other)):
+        with pytest.raises(ready_hf.UnsupportedTargetError), rollback.recording(4):
+            model(random_prompt(4, seed=3), **inputs)
+        assert worst_error(states(cache), before) == 0.0
+    rollback.close()
+    assert not forced["verify_rule"]
+
+
+@torch.no_grad()
+def test_autocast_leaves_a_mixer_alone(forced):
+    model = copy.deepcopy(tiny_target("qwen3_5"))
+    ready_hf.ensure_patched(model)
+    cache = cache_of(model(random_prompt(7), use_cache=True))
+    rollback = ready_hf.Rollback(cache)
+    with torch.autocast("cpu", dtype=torch.bfloat16), rollback.recording(4):
+        model(random_prompt(4, seed=3), position_ids=torch.arange(7, 11)[None], **cache_argument(cache))
+    rollback.commit(2)
+    rollback.close()
+    assert not forced["verify_rule"]
+
+
+@torch.no_grad()
+def test_a_copy_of_the_cache_before_the_commit_has_seen_the_whole_block(forced):
+    model = copy.deepcopy(tiny_target("qwen3_5"))
+    ready_hf.ensure_patched(model)
+    prompt, block = random_prompt(7), random_prompt(4, seed=3)
+    cache = cache_of(model(prompt, use_cache=True))
+    rollback = ready_hf.Rollback(cache)
+    with rollback.recording(4):
+        model(block, position_ids=torch.arange(7, 11)[None], **cache_argument(cache))
+    found = copy.deepcopy(cache)
+    rollback.close()
+    fresh = states(cache_of(model(torch.cat([prompt, block], dim=1), use_cache=True)))
+    recurrent = {name: x for name, x in states(found).items() if "recurrent" in name}
+    assert worst_error(recurrent, {name: fresh[name] for name in recurrent}) <= 1e-5

@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ready_hf.acceptance import Column, verified_columns
 from ready_hf.candidates import Drafter
-from ready_hf.ops import uses_kernels
+from ready_hf.ops import takes, uses_kernels
 from ready_hf.outputs import Transcript
 from ready_hf.rollback import Rollback, check_cache
 from ready_hf.statistics import CallStats
@@ -80,7 +80,8 @@ def speculative_decoding(
     check_options({**vars(generation_config), "num_assistant_tokens": num_assistant_tokens}.get)
     check_target(model)
     check_cache(model_kwargs.get(CACHE_NAME))
-    uses_kernels(input_ids.device)  # raises if they are forced and cannot run
+    if uses_kernels(model.device):  # raises if they are forced and cannot run, or not in this dtype
+        takes(model.dtype)
     ensure_patched(model)
     sequences = _Sequences(input_ids, stopping_criteria, generation_config, streamer)
     call = CallStats(input_ids.device)

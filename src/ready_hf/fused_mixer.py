@@ -13,7 +13,7 @@ import torch
 from ready_hf import kernels
 from ready_hf.block_records import Record
 from ready_hf.ops import uses_kernels
-from ready_hf.target import GATED_DELTA_RULE, MixerCall, RecurrenceCall
+from ready_hf.target import GATED_DELTA_RULE, MixerCall, RecurrenceCall, is_untouched
 
 
 MOST_TOKENS = 32  # of a block, as the kernel is written
@@ -41,18 +41,23 @@ def fits(call: MixerCall, layer: Any, length: int) -> bool:
         and not call.has_packed_sequences
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled(hidden_states.device.type)
         and state is not None
         and window is not None
         and window.shape[-1] == mixer.conv_kernel_size
         and mixer.activation in ("silu", "swish")
         and not hasattr(mixer.conv1d, "_hf_hook")  # accelerate moves its weight in when it is called
-        and all(x.dtype in kernels.FLOATS for x in (hidden_states, mixer.conv1d.weight, state, mixer.A_log))
+        and window.dtype == hidden_states.dtype
+        and all(x.dtype in kernels.FLOATS for x in (window, mixer.conv1d.weight, state, mixer.A_log, mixer.dt_bias))
+        and is_untouched(mixer, GATED_DELTA_RULE)
         and state.device == window.device == hidden_states.device == mixer.conv1d.weight.device
     )
 
 
-def run(call: MixerCall, layer: Any) -> tuple[torch.Tensor, Record, torch.Tensor]:
+def run(call: MixerCall, layer: Any) -> tuple[torch.Tensor, Record, torch.Tensor] | None:
     """The mixer's output, the record of its block, and the uncut convolution window `[B, D, W + T]`.
+
+    `None` if a projection turns out to compute in another dtype than the cache holds.
 
     Args:
         call (`MixerCall`): A call that `fits`.
@@ -60,9 +65,11 @@ def run(call: MixerCall, layer: Any) -> tuple[torch.Tensor, Record, torch.Tensor
     """
     mixer, hidden_states = call.mixer, call.masked_hidden_states()
     batch, length, _ = hidden_states.shape
-    state = layer.recurrent_states[0]
+    state, mixed_qkv = layer.recurrent_states[0], mixer.in_proj_qkv(hidden_states)
+    if mixed_qkv.dtype != layer.conv_states[0].dtype:
+        return None
     found = kernels.verify(
-        mixer.in_proj_qkv(hidden_states),
+        mixed_qkv,
         layer.conv_states[0],
         mixer.conv1d.weight.squeeze(1),
         mixer.conv1d.bias,

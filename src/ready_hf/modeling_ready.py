@@ -326,7 +326,7 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
         expected = [noise_embeds.shape[0], num_anchors, len(config.state_layer_ids or ()), *(config.state_shape or ())]
         got: list[int] | None = None
         if isinstance(states, list):  # of one anchor, where they lie in a cache
-            got = [noise_embeds.shape[0], 1, len(states), *states[0].shape[1:]]
+            got = [noise_embeds.shape[0], 1, len(states), *(states[0].shape[1:] if states else ())]
         elif states is not None:
             got = list(states.shape)
         if got != expected:

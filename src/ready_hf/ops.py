@@ -43,6 +43,17 @@ def uses_kernels(device: torch.device) -> bool:
     return _backend == "auto" and device.type == "cuda" and kernels.has_kernels(device)
 
 
+def takes(dtype: torch.dtype) -> bool:
+    """Whether the kernels take tensors of this dtype.
+
+    Raises:
+        ValueError: they do not, and are forced.
+    """
+    if dtype not in kernels.FLOATS and _backend == "triton":
+        raise ValueError(f"kernels are forced, and take float32, bfloat16 and float16; the target has {dtype}")
+    return dtype in kernels.FLOATS
+
+
 @dataclass
 class StateCommit:
     """One state to advance by the accepted tokens of a block.
@@ -71,13 +82,7 @@ class StateCommit:
         Raises:
             ValueError: they do not, and are forced.
         """
-        tensors = (self.key, self.value, self.g, self.beta, self.base)
-        if all(x.dtype in kernels.FLOATS for x in tensors):
-            return True
-        if _backend == "triton":
-            found = ", ".join(sorted({str(x.dtype) for x in tensors}))
-            raise ValueError(f"kernels are forced, and take float32, bfloat16 and float16; the target has {found}")
-        return False
+        return all(takes(x.dtype) for x in (self.key, self.value, self.g, self.beta, self.base))
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -103,8 +108,8 @@ def commit_states(commits: list[StateCommit], keep: int | torch.Tensor) -> list[
         records = kernels.Records(*([getattr(c, name) for c in group] for name in kernels.Records._fields))
         bases = [commit.base for commit in group]
         outs: Any = [commit.out for commit in group]
-        if outs[0] is None:  # views of one new tensor
-            outs = list(bases[0].new_empty((len(bases), *bases[0].shape)))
+        if outs[0] is None:
+            outs = [torch.empty_like(base, memory_format=torch.contiguous_format) for base in bases]
         accepted = _lengths(keep, bases[0])
         kernels.commit_and_read(
             bases, records, accepted, out=outs, delta=group[0].delta, l2norm=group[0].l2norm, backend="triton"

@@ -34,7 +34,6 @@ from transformers.cache_utils import (
 
 from ready_hf import fused_mixer, ops
 from ready_hf.block_records import Record, block_length, recorded
-from ready_hf.kernels import FLOATS
 from ready_hf.target import MixerCall, RecurrenceCall, UnsupportedTargetError, observing_recurrence
 
 
@@ -82,6 +81,10 @@ class RollbackLayer(LinearAttentionCacheLayerMixin):
         memo[id(self)] = plain
         own = ("_rollback", "_records", "_uncut")
         plain.__dict__ = {name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name not in own}
+        for state_idx, record in self._records.items():
+            if record.is_frozen:  # keys and windows are those of the whole block: so must the state be
+                state = record.state_after(record.length)
+                plain.recurrent_states[state_idx] = state.to(plain.recurrent_states[state_idx].dtype)
         return plain
 
     def has_missed_update(self) -> bool:
@@ -215,10 +218,15 @@ class Rollback:
         return result
 
     def _observe_mixer(self, call: MixerCall) -> torch.Tensor | None:
+        if call.cache is not self.cache:  # another cache, another model, or no cache at all
+            return None
         layer = self.cache.layers[call.mixer.layer_idx]
         if not isinstance(layer, RollbackLayer) or not fused_mixer.fits(call, layer, self._length):
             return None
-        output, layer._records[0], layer.conv_states[0] = fused_mixer.run(call, layer)
+        found = fused_mixer.run(call, layer)
+        if found is None:
+            return None
+        output, layer._records[0], layer.conv_states[0] = found
         return output
 
     def _start_past_recording(self) -> None:
@@ -311,7 +319,7 @@ def _commit_windows(layers: list[RollbackLayer], keep: int | torch.Tensor) -> No
     for layer in layers:
         for state_idx in layer.uncut_windows():
             window, kernel_size = layer.conv_states[state_idx], layer.conv_kernel_size[state_idx]
-            if window.dim() == 3 and window.dtype in FLOATS and ops.uses_kernels(window.device):
+            if window.dim() == 3 and ops.uses_kernels(window.device) and ops.takes(window.dtype):
                 by_kernel.setdefault(kernel_size, []).append((layer, state_idx))
             else:
                 layer.conv_states[state_idx] = _conv_window(window, keep, kernel_size)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ready_hf import kernels
 from ready_hf.configuration_ready import ReadyDrafterConfig
-from ready_hf.ops import uses_kernels
+from ready_hf.ops import takes, uses_kernels
 
 
 class StateReader(nn.Module):
@@ -62,7 +62,7 @@ class StateReader(nn.Module):
 
     def reads_in_place(self, state: torch.Tensor) -> bool:
         """Whether states like this one can be handed over as a list, to be read by a kernel where they lie."""
-        return self.normalization != "state" and state.dtype in kernels.FLOATS and uses_kernels(state.device)
+        return uses_kernels(state.device) and takes(state.dtype)
 
     def read(self, queries: torch.Tensor, states: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
         """o = S^T q: `[B, A, G, N, H, V]` from queries `[B, A, G, N, H, K]` and states `[B, A, N, H, K, V]`.
@@ -71,7 +71,11 @@ class StateReader(nn.Module):
         """
         if isinstance(states, list):
             by_layer = queries[:, 0].permute(0, 2, 3, 1, 4)  # [B, N, H, G, K]
-            reads = kernels.state_read(states, by_layer, backend="triton")[:, None]
+            backend = "triton" if self.reads_in_place(states[0]) else "torch"
+            reads = kernels.state_read(states, by_layer, backend=backend)[:, None]
+            if self.normalization == "state":
+                norms = torch.stack([x.float().square().sum((-1, -2)) for x in states], dim=1)  # [B, N, H]
+                reads = reads * torch.rsqrt(norms + self.eps)[:, None, None, ..., None]
             return _unit_rms(reads, self.eps) if self.normalization == "read" else reads
         if self.normalization == "state":
             states = states / (states.float().square().sum((-1, -2), keepdim=True) + self.eps).sqrt().to(states.dtype)

@@ -222,6 +222,12 @@ class MixerCall:
     options: dict[str, Any]
 
     @property
+    def cache(self) -> Any:
+        """The cache it reads and writes; `None` without one."""
+        names = ("cache", "cache_params", "past_key_values")  # the last ones in transformers 5.17
+        return next((self.options[name] for name in names if self.options.get(name) is not None), None)
+
+    @property
     def has_packed_sequences(self) -> bool:
         """Whether several sequences lie in one row."""
         return any(self.options.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx"))
@@ -298,6 +304,23 @@ def unpatch() -> None:
         _patched_functions.clear()
         _patched_mixers.clear()
         _patched_models.clear()
+
+
+def is_untouched(mixer: nn.Module, recurrence: Recurrence) -> bool:
+    """Whether everything that a mixer's forward calls by name is transformers' own: nobody changed rule or forward."""
+    wrapper, forward = _patched_mixers.get(type(mixer), (None, None))
+    if wrapper is None or type(mixer).forward is not wrapper or "forward" in vars(mixer):
+        return False
+    while forward is not None:
+        if _is_foreign(forward):
+            return False
+        forward = getattr(forward, "__wrapped__", None)
+    module = sys.modules[type(mixer).__module__]
+    for name in (recurrence.block_function, recurrence.step_function, *CPU_ROUTED_FUNCTIONS):
+        patched, original = _patched_functions.get((module, name), (None, None))
+        if getattr(module, name, None) is not patched or _is_foreign(original):
+            return False
+    return True
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

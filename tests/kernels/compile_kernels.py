@@ -20,40 +20,60 @@ STATE, RECORD = "*fp32", "*bf16"
 
 
 def sources() -> dict[str, tuple[object, dict, dict, dict]]:
-    """By name: kernel, argument types, constants, options, as the launchers choose them at the size of a 27B model."""
+    """By name: kernel, argument types, constants, options, for every entry of every configuration file."""
     names = ("triton_commit_read", "triton_conv", "triton_state_read", "triton_verify")
     commit, conv, read, verify = (importlib.import_module(f"ready_hf.kernels.{name}") for name in names)
-    configs = json.loads((pathlib.Path(commit.__file__).parent / "configs" / "default.json").read_text())
+    entries: dict[str, list[dict]] = {}
+    for path in sorted((pathlib.Path(commit.__file__).parent / "configs").glob("*.json")):
+        for name, found in json.loads(path.read_text()).items():
+            known = entries.setdefault(name, [])
+            for entry in found:
+                tiles = {key: value for key, value in entry.items() if not key.startswith("max_")}
+                known += [] if tiles in known else [tiles]
     shape = {"H": H, "K": K, "V": V, "J": J, "BK": K, "BJ": 16}
-    flags = {"STATE_TABLE": True, "HAS_SLOTS": False, "PRECISION": "tf32"}
+    flags = {"STATE_TABLE": True, "ALIGNED": True, "HAS_SLOTS": False, "PRECISION": "tf32"}
     pointers = {"state": STATE, "tables": "*i64", "slots": "*i32", "query": RECORD, "reads": STATE}
     commit_pointers = {"out": STATE, "accepted": "*i32", "key": RECORD, "value": RECORD, "g": "*fp32", "beta": RECORD}
-    rule = {"IN_PLACE": True, "RECORD_TABLE": True, "DELTA": True, "L2NORM": True, "READ": True, "PER_CHANNEL": False}
+    rule = {"IN_PLACE": False, "RECORD_TABLE": True, "DELTA": True, "L2NORM": True, "HK": HK}
+    unit = {"s_v": 1, "w_v": 1, "k_d": 1, "v_d": 1, "q_k": 1}
     grads = {"state": STATE, "tables": "*i64", "slots": "*i32", "grad_reads": STATE, "grad_query": STATE}
     conv_pointers = {"uncut": RECORD, "tables": "*i64", "accepted": "*i32", "window": RECORD}
-    unit = {"s_v": 1, "w_v": 1, "k_d": 1, "v_d": 1, "q_k": 1}
-    found = {}
-    for name, per_channel in (("commit_and_read", False), ("commit_and_read_kda", True)):
-        sizes, options = _tiles(configs["commit_and_read"][-1])
-        constants = {**shape, **flags, **rule, "HK": HK, "PER_CHANNEL": per_channel, **unit, **sizes}
-        found[name] = (commit.commit_read_kernel, pointers | commit_pointers, constants, options)
-    sizes, options = _tiles(configs["state_read"][-1])
-    found["state_read"] = (read.state_read_kernel, pointers, {**shape, **flags, "s_v": 1, "q_k": 1, **sizes}, options)
-    sizes, options = _tiles(configs["state_read_bwd"][-1])
-    constants = {**shape, **flags, "s_v": 1, "r_v": 1, "BV": V, **sizes}
-    found["state_read_bwd"] = (read.state_read_bwd_kernel, grads, constants, options)
-    sizes, options = _tiles(configs["conv_commit"][-1])
-    found["conv_commit"] = (conv.conv_commit_kernel, conv_pointers, {"W": 4, "BW": 4, "TABLE": True, **sizes}, options)
-    sizes, options = _tiles(configs["verify_conv"][-1])
-    names = ("x", "old", "weight", "bias", "mixed", "window")
-    shape = {"D": 2 * HK * K + H * V, "W": 4, "HAS_OLD": True, "HAS_BIAS": False, "x_d": 1, "w_w": 1, "c_w": 1}
-    found["verify_conv"] = (verify.verify_conv_kernel, dict.fromkeys(names, RECORD), {**shape, **sizes}, options)
-    sizes, options = _tiles(configs["verify"][-1])
-    names = ("mixed", "a", "b", "A_log", "dt_bias", "output", "beta")
-    rule_pointers = {**dict.fromkeys(names, RECORD), "state": STATE, "g": STATE, "scale": "fp32"}
-    shape = {"H": H, "HK": HK, "K": K, "V": V, "BT": 32, "BK": K, "HAS_STATE": True, "s_v": 1}
-    found["verify_rule"] = (verify.verify_rule_kernel, rule_pointers, {**shape, **sizes}, options)
-    return found
+    convolution = dict.fromkeys(("x", "old", "weight", "bias", "mixed", "window"), RECORD)
+    convolution_flags = {"D": 2 * HK * K + H * V, "W": 4, "HAS_OLD": True, "HAS_BIAS": False, "x_d": 1, "c_w": 1}
+    rule_pointers = dict.fromkeys(("mixed", "a", "b", "A_log", "dt_bias", "output", "beta"), RECORD)
+    rule_pointers |= {"state": STATE, "g": STATE, "scale": "fp32"}
+    rule_flags = {"H": H, "HK": HK, "K": K, "V": V, "BT": 32, "BK": K, "HAS_STATE": True, "s_v": 1}
+    commits = {
+        "": {"READ": True, "PER_CHANNEL": False},
+        " without queries": {"READ": False, "PER_CHANNEL": False},
+        " of KDA": {"READ": True, "PER_CHANNEL": True},
+    }
+    kernels = {
+        f"commit_and_read{name}": (
+            "commit_and_read",
+            commit.commit_read_kernel,
+            pointers | commit_pointers,
+            {**shape, **flags, **rule, **unit, **more},
+        )
+        for name, more in commits.items()
+    }
+    kernels |= {
+        "state_read": ("state_read", read.state_read_kernel, pointers, {**shape, **flags, "s_v": 1, "q_k": 1}),
+        "state_read_bwd": (
+            "state_read_bwd",
+            read.state_read_bwd_kernel,
+            grads,
+            {**shape, **flags, "s_v": 1, "r_v": 1, "BV": V},
+        ),
+        "conv_commit": ("conv_commit", conv.conv_commit_kernel, conv_pointers, {"W": 4, "BW": 4, "TABLE": True}),
+        "verify_conv": ("verify_conv", verify.verify_conv_kernel, convolution, convolution_flags),
+        "verify_rule": ("verify", verify.verify_rule_kernel, rule_pointers, rule_flags),
+    }
+    return {
+        f"{name} {entry}": (kernel, signature, {**constants, **_tiles(entry)[0]}, _tiles(entry)[1])
+        for name, (key, kernel, signature, constants) in kernels.items()
+        for entry in entries[key]
+    }
 
 
 def _tiles(entry: dict) -> tuple[dict, dict]:

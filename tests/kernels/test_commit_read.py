@@ -261,6 +261,7 @@ def test_reads_in_bfloat16():
     assert error(found, state_read(case.states.double(), case.queries.double())) <= 1e-2
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -268,9 +269,9 @@ def test_reads_in_bfloat16():
         (lambda c: setattr(c, "accepted", c.accepted[:2]), r"shape \[3\]"),
         (lambda c: setattr(c, "states", c.states[:1]), "1 layers and `records.key` 2"),
         (lambda c: setattr(c, "states", c.states[0]), "`states` must be"),
-        (lambda c: setattr(c, "states", c.states.double()), "float32, bfloat16 or float16, got torch.float64"),
+        (lambda c: setattr(c, "states", c.states.long()), "float32, bfloat16 or float16, got torch.int64"),
         (lambda c: setattr(c, "states", c.states[:, :2]), "pass `slots`"),
-        (lambda c: setattr(c, "states", []), "empty list"),
+        (lambda c: setattr(c, "states", []), "is empty"),
         (lambda c: setattr(c, "states", [c.states[0], c.states[1].mT.contiguous().mT]), "one set of strides"),
         (lambda c: setattr(c, "queries", c.queries[..., :-1]), r"`queries` must be \[2, 2, J, 32\]"),
         (lambda c: setattr(c, "records", c.records._replace(beta=c.records.beta[:, :, :-1])), "`records.beta` must"),
@@ -284,21 +285,61 @@ def test_reads_in_bfloat16():
         ),
         (lambda c: c.options.update(slots=torch.tensor([0, 1, 3])), "must be below 3, got 3"),
         (lambda c: c.queries.requires_grad_(), "has no gradient"),
+        (lambda c: c.options.update(slots=torch.tensor([0, 1, 1])), "must not name a slot twice"),
+        (lambda c: setattr(c, "accepted", torch.tensor([1, 5, 2])), "`accepted` must be below 5, got 5"),
+        (lambda c: setattr(c, "states", [c.states[0], c.states[0]]), "one tensor twice"),
+        (lambda c: setattr(c, "states", c.states[:1].expand(2, -1, -1, -1, -1)), "overlap"),
+        (lambda c: setattr(c, "records", Records(*(x[:, :, :0] for x in c.records))), "tokens"),
+        (lambda c: setattr(c, "queries", c.queries[:, :, :1].repeat(1, 1, 200, 1)), "J from 1 to 128"),
+        (lambda c: setattr(c, "states", c.states[:0]), "is empty"),
     ],
-    ids=range(17),
+    ids=range(24),
 )
-def test_tensors_that_do_not_fit_are_refused_before_any_launch(change, message):
+def test_tensors_that_do_not_fit_are_refused_before_any_launch(change, message, backend):
     case = problem()
+    before = case.states.clone(), launches["commit_and_read"]
     change(case)
-    before = launches["commit_and_read"]
+    given = {"backend": backend} | {k: case.options.pop(k) for k in ("backend",) if k in case.options}
     with pytest.raises(ValueError, match=message):
-        case.run(**{"backend": "triton"} | {k: case.options.pop(k) for k in ("backend",) if k in case.options})
-    assert launches["commit_and_read"] == before
+        case.run(**given)
+    assert launches["commit_and_read"] == before[1]
+    assert torch.equal(problem().states, before[0])
 
 
-def test_states_in_a_list_must_be_aligned():
-    case = problem(shape=(32, 48))
-    whole = torch.zeros(2, case.states[0].numel() + 1, device=DEVICE)
-    case.states = [row[1:].view_as(case.states[0]) for row in whole]
-    with pytest.raises(ValueError, match="multiples of 16 bytes"):
-        case.run(backend="triton")
+def test_unknown_options_are_refused():
+    for backend in ("triton", "torch"):
+        with pytest.raises(TypeError, match="precison"):
+            problem().run(backend=backend, precison="ieee")
+
+
+def test_states_in_a_list_need_not_be_aligned():
+    """They then take narrower loads."""
+    case, expected = problem(shape=(32, 48)), problem(shape=(32, 48)).wide()
+    reads = expected.run(backend="torch")
+    size = case.states[0].numel()
+    whole = torch.zeros(2, size + 1, device=DEVICE)
+    for row, state in zip(whole, case.states, strict=True):
+        row[1:] = state.flatten()
+    case.states = [row[1:].view_as(expected.states[0]) for row in whole]
+    assert case.states[0].data_ptr() % 16
+    assert error(case.run(backend="triton", precision="ieee"), reads) <= 3e-6
+    assert error(torch.stack(case.states), expected.states) <= 3e-6
+    found = state_read(case.states, case.queries, backend="triton", precision="ieee")
+    assert error(found, state_read(expected.states, expected.queries)) <= 3e-6
+
+
+def test_states_that_change_before_the_backward_pass():
+    """The gradient is computed from the states themselves, so a change is an error, as autograd has it elsewhere."""
+    case = problem()
+    reads = state_read(case.states, case.queries.requires_grad_(), backend="triton")
+    with torch.no_grad():
+        case.queries = None
+        case.run(backend="triton")  # the kernel's own change counts too
+    with pytest.raises(RuntimeError, match="were changed between"):
+        reads.sum().backward()
+
+
+def test_states_get_no_gradient():
+    case = problem()
+    with pytest.raises(ValueError, match="states get no gradient"):
+        state_read(case.states.requires_grad_(), case.queries)

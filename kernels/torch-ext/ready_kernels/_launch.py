@@ -19,7 +19,7 @@ except ImportError:  # the torch references run everywhere
     triton = None
 
 # Triton decides when a kernel is defined, so this must not change after the kernel modules are imported
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 launches: Counter[str] = Counter()  # by kernel, since the process started or `launches.clear()`
@@ -102,6 +102,19 @@ def check_float(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"`{name}` must be float32, bfloat16 or float16, got {tensor.dtype}")
 
 
+def versions(layers: torch.Tensor | Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """How often each tensor was changed, as autograd counts it."""
+    tensors = [layers] if isinstance(layers, torch.Tensor) else layers
+    return tuple(0 if x.is_inference() else x._version for x in tensors)
+
+
+def increment_versions(layers: torch.Tensor | Sequence[torch.Tensor]) -> None:
+    """Tells autograd that a kernel has changed these tensors."""
+    for x in [layers] if isinstance(layers, torch.Tensor) else layers:
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+
+
 class Layers:
     """Tensors of L layers, stacked `[L, ...]` or a list of L tensors alike, as a kernel addresses them.
 
@@ -111,19 +124,20 @@ class Layers:
     Args:
         name (`str`): For error messages.
         layers (`torch.Tensor` or list of `torch.Tensor`): The layers.
+        exact (`bool`): Take float64 too, as torch does and kernels do not.
 
     Raises:
         ValueError: tensors of different shape, strides, dtype or device.
     """
 
-    def __init__(self, name: str, layers: torch.Tensor | Sequence[torch.Tensor]):
+    def __init__(self, name: str, layers: torch.Tensor | Sequence[torch.Tensor], exact: bool = False):
         self.is_table = not isinstance(layers, torch.Tensor)
+        if not len(layers):
+            raise ValueError(f"`{name}` is empty: at least one layer is needed")
         if isinstance(layers, torch.Tensor):
             self.tensor, self.stride, self.count = layers, layers.stride(0), layers.shape[0]
             self.shape, self.strides = layers.shape[1:], layers.stride()[1:]
         else:
-            if not len(layers):
-                raise ValueError(f"`{name}` is an empty list: at least one layer is needed")
             self.tensor, self.stride, self.count = layers[0], 0, len(layers)
             self.shape, self.strides = self.tensor.shape, self.tensor.stride()
             kinds = {(x.shape, x.stride(), x.dtype, x.device) for x in layers}
@@ -131,8 +145,13 @@ class Layers:
                 raise ValueError(
                     f"the layers of `{name}` must have one shape, one set of strides, one dtype, one device"
                 )
-        check_float(name, self.tensor)
+        if not (exact and self.tensor.dtype == torch.float64):
+            check_float(name, self.tensor)
         self.layers = layers
+
+    def is_aligned(self) -> bool:
+        """Whether every layer starts at a multiple of 16 bytes."""
+        return not any(address % 16 for address in self.addresses())
 
     def addresses(self) -> list[int]:
         """Address of every layer."""

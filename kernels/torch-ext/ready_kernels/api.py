@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from . import commit_read_reference, conv_reference, verify_reference
-from ._launch import has_kernels, require_kernels
+from ._checks import check_commit, check_read, check_windows
+from ._launch import Layers, has_kernels, require_kernels
 from .records import Records, Stacked
 from .verify_reference import Verified
 
@@ -53,7 +54,8 @@ def commit_and_read(
             beforehand. The states themselves are always advanced in float32.
 
     Returns:
-        `torch.Tensor` of shape `[B, J, L, H, V]` or `None`: `S_n^T q_j`, contiguous, if there are queries.
+        `torch.Tensor` of shape `[B, J, L, H, V]` or `None`: `S_n^T q_j`, contiguous, if there are queries; of the
+        state in float32, before it is rounded to its own dtype.
 
     Raises:
         ValueError: tensors that do not fit, before any launch.
@@ -61,11 +63,15 @@ def commit_and_read(
     """
     if queries is not None and queries.requires_grad and torch.is_grad_enabled():
         raise ValueError("`commit_and_read` has no gradient: read with `state_read`, or pass `queries.detach()`")
+    _check_options(options)
     keywords: dict[str, Any] = {"out": out, "slots": slots, "delta": delta, "l2norm": l2norm}
     if _use_triton(backend, accepted):
         from .triton_commit_read import commit_and_read as launch
 
         return launch(states, records, accepted, queries, **keywords, read_dtype=read_dtype, **options)
+    state = Layers("states", states, exact=True)
+    fields = {name: Layers(f"records.{name}", x, exact=True) for name, x in records._asdict().items()}
+    check_commit(state, state if out is None else Layers("out", out, exact=True), fields, accepted, queries, slots)
     reads = commit_read_reference.commit_and_read(states, records, accepted, queries, **keywords)
     return None if reads is None else reads.to(read_dtype)
 
@@ -91,10 +97,14 @@ def state_read(
         ValueError: tensors that do not fit, before any launch.
         RuntimeError: `backend="triton"` where Triton does not run.
     """
+    _check_options(options)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in states):
+        raise ValueError("states get no gradient, only queries do: pass `states.detach()`")
     if _use_triton(backend, queries):
         from .triton_state_read import state_read as launch
 
         return launch(states, queries, slots=slots, read_dtype=read_dtype, **options)
+    check_read(Layers("states", states, exact=True), queries, slots)
     return commit_read_reference.state_read(states, queries, slots=slots).to(read_dtype)
 
 
@@ -118,6 +128,7 @@ def conv_commit(uncut: Stacked, accepted: torch.Tensor, kernel_size: int, *, bac
         from .triton_conv import conv_commit as launch
 
         return launch(uncut, accepted, kernel_size)
+    check_windows(Layers("uncut", uncut, exact=True), accepted, kernel_size)
     return conv_reference.conv_commit(uncut, accepted, kernel_size)
 
 
@@ -135,11 +146,20 @@ def verify(mixed_qkv: torch.Tensor, *args: Any, backend: str = "auto", **kwargs:
         ValueError: tensors that do not fit, before any launch.
         RuntimeError: `backend="triton"` where Triton does not run.
     """
+    tensors = (mixed_qkv, *args, *kwargs.values())
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
+        raise ValueError("`verify` has no gradient: call it under `torch.no_grad()`")
     if _use_triton(backend, mixed_qkv):
         from .triton_verify import verify as launch
 
         return launch(mixed_qkv, *args, **kwargs)
     return verify_reference.verify(mixed_qkv, *args, **kwargs)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    unknown = sorted(set(options) - {"precision", "tables"})
+    if unknown:
+        raise TypeError(f"unknown options {unknown}: allowed are precision and tables")
 
 
 def _use_triton(backend: str, tensor: torch.Tensor) -> bool:

@@ -27,15 +27,19 @@ def commit_and_read(
     l2norm: bool = True,
 ) -> torch.Tensor | None:
     """See `ready_kernels.commit_and_read`."""
-    out = states if out is None else out
+    in_place, out = out is None, states if out is None else out
+    wide = torch.float64 if states[0].dtype == torch.float64 else torch.float32
+    found = []
     for layer in range(len(states)):
         before, after = states[layer], out[layer]
-        rows = _rows(accepted, slots)
-        for row, slot in rows:
-            state = _advanced(before[slot], records, layer, row, int(accepted[row]), delta, l2norm)
-            if int(accepted[row]) or after.data_ptr() != before.data_ptr():
-                after[slot] = state.to(after.dtype)
-    return None if queries is None else state_read(out, queries, slots=slots, num_rows=len(accepted))
+        advanced = before.to(wide, copy=True)
+        for row, slot in _rows(accepted, slots):
+            length = int(accepted[row])
+            if length or not in_place:
+                advanced[slot] = _advanced(before[slot], records, layer, row, length, delta, l2norm)
+                after[slot] = advanced[slot].to(after.dtype)
+        found.append(advanced)  # read before it is rounded, as the kernel reads it
+    return None if queries is None else state_read(found, queries, slots=slots, num_rows=len(accepted))
 
 
 def state_read(

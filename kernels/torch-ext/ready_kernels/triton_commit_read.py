@@ -14,17 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import (
-    FLOATS,
-    Layers,
-    check_same_device,
-    check_shape,
-    launches,
-    on_device,
-    power_of_2,
-    require_kernels,
-    tiles,
-)
+from ._checks import check_commit
+from ._launch import Layers, increment_versions, launches, on_device, power_of_2, require_kernels, tiles
 from .records import Records, Stacked
 
 
@@ -60,6 +51,7 @@ def commit_read_kernel(
     BV: tl.constexpr,
     BJ: tl.constexpr,
     STATE_TABLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     RECORD_TABLE: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     IN_PLACE: tl.constexpr,
@@ -93,11 +85,14 @@ def commit_read_kernel(
         if READ:
             tl.store(p_reads, tl.zeros([BJ, BV], tl.float32).to(reads.dtype.element_ty), mask=m_reads)
         return
-    n = tl.minimum(tl.load(accepted + i_b).to(tl.int32), num_tokens)
+    n = tl.maximum(tl.minimum(tl.load(accepted + i_b), num_tokens), 0).to(tl.int32)
 
-    if STATE_TABLE:  # 16-byte aligned, as the launcher checks: else every access would be 4 bytes wide
-        p_s = tl.multiple_of(tl.load(tables + i_l).to(state.dtype), 16)
-        p_w = tl.multiple_of(tl.load(tables + num_layers + i_l).to(out.dtype), 16)
+    if STATE_TABLE:
+        p_s = tl.load(tables + i_l).to(state.dtype)
+        p_w = tl.load(tables + num_layers + i_l).to(out.dtype)
+        if ALIGNED:  # else every access is 4 bytes wide
+            p_s = tl.multiple_of(p_s, 16)
+            p_w = tl.multiple_of(p_w, 16)
     else:
         p_s = state + i_l * s_l
         p_w = out + i_l * w_l
@@ -187,7 +182,7 @@ def commit_and_read(
     fields = {name: Layers(f"records.{name}", x) for name, x in records._asdict().items()}
     key, value, g, beta = fields.values()
     require_kernels(state.tensor.device)
-    num_rows, num_tokens, (heads, k_dim, v_dim) = _check(state, written, fields, accepted, queries, slots)
+    num_rows, num_tokens, (heads, k_dim, v_dim) = check_commit(state, written, fields, accepted, queries, slots)
     per_channel = len(g.shape) == 4
     state_table = state.is_table or written.is_table
     record_table = any(field.is_table for field in fields.values())
@@ -234,6 +229,7 @@ def commit_and_read(
             BK=power_of_2(k_dim, 16),
             BJ=power_of_2(num_queries, 16),
             STATE_TABLE=state_table,
+            ALIGNED=not state_table or (state.is_aligned() and written.is_aligned()),
             RECORD_TABLE=record_table,
             HAS_SLOTS=slots is not None,
             IN_PLACE=out is None,
@@ -246,101 +242,16 @@ def commit_and_read(
             **sizes,
         )
     launches["commit_and_read"] += 1
+    increment_versions(states if out is None else out)
     return reads
 
 
 def address_tables(states: Stacked, out: Stacked | None, records: Records) -> torch.Tensor:
-    """Addresses `[6, L]` of states, out and the four records, int64, on their device; valid as long as they live.
-
-    Raises:
-        ValueError: a state that does not start at a multiple of 16 bytes.
-    """
+    """Addresses `[6, L]` of states, out and the four records, int64, on their device; valid as long as they live."""
     state = Layers("states", states)
     rows = [state.addresses(), (state if out is None else Layers("out", out)).addresses()]
-    if any(address % 16 for row in rows for address in row):
-        raise ValueError("states in a list must start at multiples of 16 bytes: a slice of a larger tensor may not")
     rows += [Layers(f"records.{name}", x).addresses() for name, x in records._asdict().items()]
     on_host = torch.tensor(rows, dtype=torch.int64)
     if state.tensor.device.type == "cuda":  # pinned, so that the copy does not wait for the device
         return on_host.pin_memory().to(state.tensor.device, non_blocking=True)
     return on_host.to(state.tensor.device)
-
-
-def _check(
-    state: Layers,
-    written: Layers,
-    fields: dict[str, Layers],
-    accepted: torch.Tensor,
-    queries: torch.Tensor | None,
-    slots: torch.Tensor | None,
-) -> tuple[int, int, tuple[int, int, int]]:
-    """Raises ValueError unless everything fits; returns B, T and (H, K, V)."""
-    if len(state.shape) != 4:
-        raise ValueError(
-            f"`states` must be [L, N, H, K, V] or L tensors [N, H, K, V], got {list(state.shape)} a layer"
-        )
-    num_slots, heads, k_dim, v_dim = state.shape
-    key, value, g, beta = fields.values()
-    if len(key.shape) != 4 or heads % key.shape[2]:
-        raise ValueError(
-            f"`records.key` must be [B, T, Hk, {k_dim}] a layer, Hk dividing {heads}, got {list(key.shape)}"
-        )
-    num_rows, num_tokens = key.shape[:2]
-    expected = {
-        "key": [num_rows, num_tokens, key.shape[2], k_dim],
-        "value": [num_rows, num_tokens, heads, v_dim],
-        "g": [num_rows, num_tokens, heads, *([k_dim] if len(g.shape) == 4 else [])],
-        "beta": [num_rows, num_tokens, heads],
-    }
-    for name, field in fields.items():
-        check_shape(f"records.{name}", field.tensor if field.is_table else field.tensor[0], expected[name])
-        if field.count != state.count:
-            raise ValueError(f"`states` has {state.count} layers and `records.{name}` {field.count}")
-    if written.count != state.count or written.shape != state.shape:
-        raise ValueError(
-            f"`out` must have the {state.count} layers and the shape of `states`, got {list(written.shape)}"
-        )
-    if any(written.strides[i] == 0 and size > 1 for i, size in enumerate(written.shape)):
-        raise ValueError("`out`, or `states` in place, must not be an expanded tensor: its elements overlap")
-    check_vector("accepted", accepted, num_rows)
-    if slots is not None:
-        check_vector("slots", slots, num_rows, below=num_slots)
-    elif num_slots != num_rows:
-        raise ValueError(f"`states` has {num_slots} rows and the records {num_rows}: pass `slots`")
-    check_queries(queries, state.count, num_rows, heads, k_dim)
-    tensors = {name: field.tensor for name, field in fields.items()}
-    check_same_device(
-        states=state.tensor, out=written.tensor, accepted=accepted, queries=queries, slots=slots, **tensors
-    )
-    return num_rows, num_tokens, (heads, k_dim, v_dim)
-
-
-def check_vector(name: str, tensor: torch.Tensor, num_rows: int, below: int | None = None) -> None:
-    """Raises ValueError unless `tensor` holds one int32 or int64 per row, next to each other.
-
-    On the CPU, where looking costs nothing, also if a value is not less than `below`.
-    """
-    if (
-        tensor.dtype not in (torch.int32, torch.int64)
-        or list(tensor.shape) != [num_rows]
-        or not tensor.is_contiguous()
-    ):
-        raise ValueError(
-            f"`{name}` must be a contiguous int32 or int64 tensor of shape [{num_rows}], got {tensor.dtype} "
-            f"{list(tensor.shape)}"
-        )
-    if below is not None and num_rows and tensor.device.type == "cpu" and int(tensor.max()) >= below:
-        raise ValueError(f"`{name}` must be below {below}, got {int(tensor.max())}")
-
-
-def check_queries(queries: torch.Tensor | None, num_layers: int, num_rows: int, heads: int, k_dim: int) -> None:
-    """Raises ValueError unless queries are `[L, H, J, K]` or `[B, L, H, J, K]`."""
-    if queries is None:
-        return
-    rows = [] if queries.dim() == 4 else [num_rows]
-    expected = [*rows, num_layers, heads, queries.shape[-2], k_dim] if queries.dim() in (4, 5) else None
-    if expected is None or list(queries.shape) != expected or not queries.shape[-2] or queries.dtype not in FLOATS:
-        raise ValueError(
-            f"`queries` must be [{num_layers}, {heads}, J, {k_dim}], or the same with {num_rows} rows in front, "
-            f"J >= 1, in float32, bfloat16 or float16; got {queries.dtype} {list(queries.shape)}"
-        )

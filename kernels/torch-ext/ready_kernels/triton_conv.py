@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import Layers, check_same_device, launches, on_device, require_kernels, tiles
+from ._checks import check_windows
+from ._launch import Layers, launches, on_device, require_kernels, tiles
 from .records import Stacked
-from .triton_commit_read import check_vector
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def conv_commit_kernel(
     o_d = i_d * BD + tl.arange(0, BD)
     o_w = tl.arange(0, BW)
     mask = (o_d < num_channels)[:, None] & (o_w < W)[None, :]
-    n = tl.maximum(tl.minimum(tl.load(accepted + i_b).to(tl.int32), num_columns - W), 0)
+    n = tl.maximum(tl.minimum(tl.load(accepted + i_b), num_columns - W), 0).to(tl.int32)
     if TABLE:
         p_x = tl.load(tables + i_l).to(uncut.dtype)
     else:
@@ -46,14 +46,7 @@ def conv_commit(uncut: Stacked, accepted: torch.Tensor, kernel_size: int) -> tor
     """See `ready_kernels.conv_commit`."""
     layers = Layers("uncut", uncut)
     require_kernels(layers.tensor.device)
-    if len(layers.shape) != 3 or not 1 <= kernel_size <= layers.shape[2]:
-        raise ValueError(
-            f"`uncut` must be [L, B, D, W + T] or L tensors [B, D, W + T], with W = `kernel_size` = {kernel_size} or "
-            f"more columns; got {list(layers.shape)} a layer"
-        )
-    num_rows, num_channels, num_columns = layers.shape
-    check_vector("accepted", accepted, num_rows)
-    check_same_device(uncut=layers.tensor, accepted=accepted)
+    num_rows, num_channels, num_columns = check_windows(layers, accepted, kernel_size)
     tables = accepted  # unused
     if layers.is_table:
         tables = torch.tensor(layers.addresses(), dtype=torch.int64)

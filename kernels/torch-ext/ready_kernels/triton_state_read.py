@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
-from ._launch import Layers, check_same_device, launches, on_device, power_of_2, require_kernels, tiles
+from ._checks import check_read
+from ._launch import Layers, launches, on_device, power_of_2, require_kernels, tiles, versions
 from .records import Stacked
-from .triton_commit_read import check_queries, check_vector
 
 
 @triton.jit
@@ -27,7 +28,7 @@ def state_read_kernel(
     q_l, q_b, q_h, q_j, q_k,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr,
-    STATE_TABLE: tl.constexpr, HAS_SLOTS: tl.constexpr, PRECISION: tl.constexpr,
+    STATE_TABLE: tl.constexpr, ALIGNED: tl.constexpr, HAS_SLOTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -49,7 +50,9 @@ def state_read_kernel(
         tl.store(p_reads, tl.zeros([BJ, BV], tl.float32).to(reads.dtype.element_ty), mask=m_reads)
         return
     if STATE_TABLE:
-        p_s = tl.multiple_of(tl.load(tables + i_l).to(state.dtype), 16)
+        p_s = tl.load(tables + i_l).to(state.dtype)
+        if ALIGNED:
+            p_s = tl.multiple_of(p_s, 16)
     else:
         p_s = state + i_l * s_l
     p_s += slot * s_b + i_h * s_h + o_k[:, None] * s_k + o_v[None, :] * s_v
@@ -68,7 +71,7 @@ def state_read_bwd_kernel(
     r_b, r_j, r_l, r_h, r_v,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr,
-    STATE_TABLE: tl.constexpr, HAS_SLOTS: tl.constexpr, PRECISION: tl.constexpr,
+    STATE_TABLE: tl.constexpr, ALIGNED: tl.constexpr, HAS_SLOTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     NK: tl.constexpr = (K + BK - 1) // BK
     pid = tl.program_id(0)
@@ -90,7 +93,9 @@ def state_read_bwd_kernel(
         tl.store(p_out, tl.zeros([BJ, BK], tl.float32), mask=m_out)
         return
     if STATE_TABLE:
-        p_s = tl.multiple_of(tl.load(tables + i_l).to(state.dtype), 16)
+        p_s = tl.load(tables + i_l).to(state.dtype)
+        if ALIGNED:
+            p_s = tl.multiple_of(p_s, 16)
     else:
         p_s = state + i_l * s_l
     p_s += slot * s_b + i_h * s_h + o_k[None, :] * s_k + o_v[:, None] * s_v
@@ -112,28 +117,13 @@ def state_read(
     """See `ready_kernels.state_read`. `tables` may hand in the result of `state_tables` for the same states."""
     state = Layers("states", states)
     require_kernels(state.tensor.device)
-    if len(state.shape) != 4:
-        raise ValueError(
-            f"`states` must be [L, N, H, K, V] or L tensors [N, H, K, V], got {list(state.shape)} a layer"
-        )
-    num_rows = state.shape[0] if slots is None else len(slots)
-    check_queries(queries, state.count, num_rows, state.shape[1], state.shape[2])
-    if slots is not None:
-        check_vector("slots", slots, num_rows, below=state.shape[0])
-    check_same_device(states=state.tensor, queries=queries, slots=slots)
+    num_rows = check_read(state, queries, slots)
     return _StateRead.apply(queries, state, slots, num_rows, read_dtype, precision, tables)
 
 
 def state_tables(states: Stacked) -> torch.Tensor:
-    """Addresses `[L]` of a list of states, int64, on their device; valid as long as they live.
-
-    Raises:
-        ValueError: a state that does not start at a multiple of 16 bytes.
-    """
-    addresses = Layers("states", states).addresses()
-    if any(address % 16 for address in addresses):
-        raise ValueError("states in a list must start at multiples of 16 bytes: a slice of a larger tensor may not")
-    on_host = torch.tensor(addresses, dtype=torch.int64)
+    """Addresses `[L]` of a list of states, int64, on their device; valid as long as they live."""
+    on_host = torch.tensor(Layers("states", states).addresses(), dtype=torch.int64)
     if states[0].device.type == "cuda":
         return on_host.pin_memory().to(states[0].device, non_blocking=True)
     return on_host.to(states[0].device)
@@ -157,6 +147,7 @@ class _StateRead(torch.autograd.Function):
         num_queries = queries.shape[-2]
         tables = state_tables(state.layers) if tables is None and state.is_table else tables
         ctx.state, ctx.slots, ctx.precision, ctx.tables = state, slots, precision, tables
+        ctx.versions = versions(state.layers) if ctx.needs_input_grad[0] else None
         ctx.is_shared, ctx.query_dtype = queries.dim() == 4, queries.dtype
         reads = queries.new_empty((num_rows, num_queries, state.count, heads, v_dim), dtype=read_dtype)
         strides = queries.stride()
@@ -180,6 +171,7 @@ class _StateRead(torch.autograd.Function):
                 BK=power_of_2(k_dim, 16),
                 BJ=power_of_2(num_queries, 16),
                 STATE_TABLE=state.is_table,
+                ALIGNED=not state.is_table or state.is_aligned(),
                 HAS_SLOTS=slots is not None,
                 PRECISION=precision,
                 enable_fp_fusion=True,
@@ -189,8 +181,11 @@ class _StateRead(torch.autograd.Function):
         return reads
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (grad_reads,) = grads  # [B, J, L, H, V]
+        if versions(ctx.state.layers) != ctx.versions:
+            raise RuntimeError("the states were changed between reading them and the backward pass: read a copy")
         state, slots, tables = ctx.state, ctx.slots, ctx.tables
         num_rows, num_queries = grad_reads.shape[:2]
         _, heads, k_dim, v_dim = state.shape
@@ -214,6 +209,7 @@ class _StateRead(torch.autograd.Function):
                 BV=power_of_2(v_dim, 16),
                 BJ=power_of_2(num_queries, 16),
                 STATE_TABLE=state.is_table,
+                ALIGNED=not state.is_table or state.is_aligned(),
                 HAS_SLOTS=slots is not None,
                 PRECISION=ctx.precision,
                 enable_fp_fusion=True,
