@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import ready_hf
 
@@ -26,9 +26,19 @@ PROMPTS = (32, 96)  # shortest and longest, tokens
 KINDS = ("sampled", "greedy")
 
 
-def read_tokens(path: pathlib.Path) -> torch.Tensor:
-    """The ids of a file of uint16."""
-    return torch.from_numpy(np.fromfile(path, np.uint16).astype(np.int64))
+def read_tokens(path: pathlib.Path, vocab_size: int, prompt: int) -> torch.Tensor:
+    """The ids of a file of uint16: below `vocab_size`, and more than one prompt of `prompt` tokens."""
+    if not path.is_file():
+        raise SystemExit(f"{path} is no file: --data must be a folder that train_small_target.py prepared")
+    tokens = torch.from_numpy(np.fromfile(path, np.uint16).astype(np.int64))
+    if len(tokens) <= prompt:
+        raise SystemExit(f"{path} has {len(tokens)} tokens, more than {prompt} are needed: prepare the data again")
+    if int(tokens.max()) >= vocab_size:
+        raise SystemExit(
+            f"{path} has id {int(tokens.max())}, the target knows ids up to {vocab_size - 1}: the data was tokenized "
+            "for another target"
+        )
+    return tokens
 
 
 @torch.no_grad()
@@ -106,8 +116,8 @@ def write_rows(
 def write_held_out(
     model: PreTrainedModel, tokens: torch.Tensor, *, rows: int, length: int, forbidden: int, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Sampled and greedy continuations `[rows, length]` of the same prompts, 64 tokens each, spread over `tokens`."""
-    size = min(64, length // 2)
+    """Sampled and greedy continuations `[rows, length]` of the same prompts, spread over `tokens`."""
+    size = held_prompt(length)
     prompts = tokens[torch.linspace(0, len(tokens) - size - 1, rows).long()[:, None] + torch.arange(size)]
     return {name: continuations(model, prompts, length, name == "sampled", forbidden, seed) for name in KINDS}
 
@@ -115,6 +125,32 @@ def write_held_out(
 def describe(sampled: int, greedy: int) -> str:
     """How many rows of which kind there are, for a drafter's card."""
     return f"{sampled} at temperature 1, {greedy} greedily"
+
+
+def held_prompt(length: int) -> int:
+    """Tokens of a held-out row that the target does not write."""
+    return min(64, length // 2)
+
+
+def read_rows(path: pathlib.Path) -> np.ndarray:
+    """Rows `[N, length]` of ids from a `.npy` file."""
+    try:
+        with path.open("rb") as file:
+            rows = np.lib.format.read_array(file, allow_pickle=False)
+    except Exception as error:  # numpy parses the header, and a damaged one raises many kinds
+        reason = " ".join(str(error).split())
+        raise SystemExit(f"{path} cannot be read ({reason}): write it again with on_policy_text.py") from error
+    if rows.ndim != 2 or not rows.size or not np.issubdtype(rows.dtype, np.integer):
+        raise SystemExit(
+            f"{path} holds {rows.dtype} of shape {list(rows.shape)}, expected rows [N, length] of whole numbers: "
+            "write it again with on_policy_text.py"
+        )
+    if rows.min() < 0 or rows.max() >= 2**31:
+        raise SystemExit(
+            f"{path} has ids {rows.min()} to {rows.max()}, expected 0 to {2**31 - 1}: write it again with "
+            "on_policy_text.py"
+        )
+    return rows.astype(np.int32)
 
 
 def read_text(folder: pathlib.Path) -> tuple[torch.Tensor, dict[str, torch.Tensor], str]:
@@ -125,21 +161,53 @@ def read_text(folder: pathlib.Path) -> tuple[torch.Tensor, dict[str, torch.Tenso
     missing += [] if any(files.values()) else ["train-*.npy"]
     if missing:
         raise SystemExit(f"{folder} has no {', '.join(missing)}: on_policy_text.py writes them")
-    parts = {kind: [np.load(path).astype(np.int32) for path in files[kind]] for kind in KINDS}
-    rows = torch.from_numpy(np.concatenate([part for kind in KINDS for part in parts[kind]]))
-    held = {kind: torch.from_numpy(np.load(path).astype(np.int64)) for kind, path in paths.items()}
+    parts = {path: read_rows(path) for kind in KINDS for path in [*files[kind], paths[kind]]}
+    first, *others = parts
+    for path in others:
+        if parts[path].shape[1] != parts[first].shape[1]:
+            raise SystemExit(
+                f"{path} has rows of {parts[path].shape[1]} tokens, {first} of {parts[first].shape[1]}: write all "
+                "files with one --row"
+            )
+    rows = torch.from_numpy(np.concatenate([parts[path] for kind in KINDS for path in files[kind]]))
+    held = {kind: torch.from_numpy(parts[path]).long() for kind, path in paths.items()}
     shuffled = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
-    return shuffled, held, describe(*(sum(map(len, parts[kind])) for kind in KINDS))
+    return shuffled, held, describe(*(sum(len(parts[path]) for path in files[kind]) for kind in KINDS))
 
 
 def save_rows(path: pathlib.Path, rows: torch.Tensor) -> None:
-    """Ids in uint16, whole or not at all."""
+    """Ids in uint16, or in int32 if one needs it; the file is written whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
+    part, kind = path.with_suffix(".part"), np.uint16 if int(rows.max()) < 2**16 else np.int32
     with part.open("wb") as file:
-        np.save(file, rows.numpy().astype(np.uint16))
+        np.save(file, rows.numpy().astype(kind))
     part.replace(path)
     print(f"{path.name}: {len(rows)} rows", flush=True)
+
+
+def target_vocabulary(target: str) -> int:
+    """Number of ids that the target knows."""
+    try:
+        return AutoConfig.from_pretrained(target).get_text_config().vocab_size
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise SystemExit(f"--target {target} cannot be loaded ({reason}): name the folder of a model") from error
+
+
+def make_folder(path: pathlib.Path) -> None:
+    """The folder of `--out`, now rather than after all the work."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"--out {path} cannot be a folder ({error.strerror}): choose another") from error
+
+
+def check_least(args: argparse.Namespace, least: dict[str, float]) -> None:
+    """Refuses numbers on the command line that are too small, infinite or none; `None` is not looked at."""
+    for name, bound in least.items():
+        value = getattr(args, name)
+        if value is not None and not (value >= bound and math.isfinite(value)):
+            raise SystemExit(f"--{name.replace('_', '-')} must be a number of at least {bound}, got {value}")
 
 
 def main() -> None:
@@ -148,34 +216,46 @@ def main() -> None:
     parser.add_argument("--target", required=True, help="folder of the target")
     parser.add_argument("--data", type=pathlib.Path, required=True, help="folder of train.bin and held.bin")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="a folder")
-    parser.add_argument("--held", type=int, default=0, help="held-out rows")
+    parser.add_argument("--held", type=int, default=0, help="held-out rows of both kinds, and nothing else")
     parser.add_argument("--seconds", type=float, default=90, help="time for writing; at least one batch is written")
-    parser.add_argument("--kind", choices=KINDS, default=KINDS[0])
+    parser.add_argument("--kind", choices=KINDS, help=f"default: {KINDS[0]}")
     for name, default in {"rows": 4096, "row": 512, "mask_token_id": 1, "seed": 1}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     args = parser.parse_args()
+    check_least(args, {"held": 0, "seconds": 0, "rows": 1, "row": 2})
+    if args.held and args.kind:
+        raise SystemExit(f"--held writes rows of both kinds, got --kind {args.kind} too: leave one of them out")
+    size = target_vocabulary(args.target)
+    if not 0 <= args.mask_token_id < size:
+        raise SystemExit(f"--mask-token-id must be 0 to {size - 1}, the target's ids, got {args.mask_token_id}")
+    prompts = tuple(min(length, args.row // 2) for length in PROMPTS)
+    if args.held:
+        tokens = read_tokens(args.data / "held.bin", size, held_prompt(args.row))
+    else:
+        tokens = read_tokens(args.data / "train.bin", size, prompts[1])
+    make_folder(args.out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval()
     ready_hf.ensure_patched(model)
     if args.held:
-        tokens = read_tokens(args.data / "held.bin")
         options = {"length": args.row, "forbidden": args.mask_token_id, "seed": args.seed}
         for name, rows in write_held_out(model, tokens, rows=args.held, **options).items():
             save_rows(args.out / f"held-{name}.npy", rows)
         return
+    kind = args.kind or KINDS[0]
     rows = write_rows(
         model,
-        read_tokens(args.data / "train.bin"),
+        tokens,
         length=args.row,
         batch=args.rows,
-        prompts=tuple(min(size, args.row // 2) for size in PROMPTS),
-        greedy=float(args.kind == "greedy"),
+        prompts=prompts,
+        greedy=float(kind == "greedy"),
         seconds=args.seconds,
         forbidden=args.mask_token_id,
         seed=args.seed,
     )
-    save_rows(args.out / f"train-{args.kind}-{args.seed}.npy", rows)
+    save_rows(args.out / f"train-{kind}-{args.seed}.npy", rows)
 
 
 if __name__ == "__main__":

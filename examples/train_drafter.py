@@ -13,6 +13,8 @@ The recipe, for every variant (`dspark` reads no states, `ready` reads those of 
 - evaluation of the saved bfloat16 weights on continuations of held-out prompts, tokens of the prompts left out. For
   `ready` also with wrong states: zeros, another row's, the previous anchor's.
 
+With `--start` the sizes of a drafter are those of the earlier run; options that give sizes are not looked at.
+
 Everything ends within `--limit` seconds; training is cut short if it must. A try on a CPU, with random prompts:
 
     python examples/train_drafter.py --out tried --steps 3 --rows 8 --row 64 --batch 4 --anchors 4 --held 4
@@ -20,6 +22,7 @@ Everything ends within `--limit` seconds; training is cut short if it must. A tr
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -31,7 +34,20 @@ from collections.abc import Callable
 
 import torch
 import transformers
-from on_policy_text import PROMPTS, describe, is_greedy_batch, read_text, read_tokens, write_held_out, write_rows
+from huggingface_hub.errors import StrictDataclassError
+from on_policy_text import (
+    PROMPTS,
+    check_least,
+    describe,
+    held_prompt,
+    is_greedy_batch,
+    make_folder,
+    read_text,
+    read_tokens,
+    target_vocabulary,
+    write_held_out,
+    write_rows,
+)
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from write_drafter_cards import write_card
 
@@ -46,6 +62,12 @@ STARTED = time.perf_counter()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RESERVE = 45.0  # seconds kept for evaluation and saving
 SPARE = 0.94  # share of the measured speed that is planned with
+# Options that give sizes of a drafter, and where its configuration has them.
+FIELDS = {"block": "block_size", "layers": "num_hidden_layers", "intermediate": "intermediate_size"}
+FIELDS |= {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "window": "sliding_window"}
+FIELDS |= {"markov_rank": "markov_rank", "reader_rank": "reader_rank", "query_rank": "reader_query_rank"}
+FIELDS |= {"mask_token_id": "mask_token_id"}
+LEAST = dict.fromkeys(("rows", "row", "batch", "anchors", "stride", "held", "heads", "steps"), 1)
 
 
 def elapsed() -> float:
@@ -80,13 +102,14 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[index].long()}
 
 
-def make_drafter(target: PreTrainedModel, variant: str, args: argparse.Namespace) -> ReadyDrafterModel:
-    """A fresh drafter, the same seed for all variants; or the one in `--start` to go on with."""
-    torch.manual_seed(args.seed)
+def make_config(target: PreTrainedModel, variant: str, args: argparse.Namespace) -> ReadyDrafterConfig:
+    """A configuration from the command line; or that of the drafter in `--start`, checked against the target."""
     if args.start is not None:
-        return ReadyDrafterModel.from_pretrained(args.start / variant, dtype=torch.float32)
+        config = ReadyDrafterConfig.from_pretrained(args.start / variant)
+        config.check_target(target)
+        return config
     reader = {} if variant == "dspark" else {"reader_rank": args.reader_rank, "reader_query_rank": args.query_rank}
-    config = ReadyDrafterConfig.for_target(
+    return ReadyDrafterConfig.for_target(
         target,
         reader=variant != "dspark",
         mask_token_id=args.mask_token_id,
@@ -100,7 +123,45 @@ def make_drafter(target: PreTrainedModel, variant: str, args: argparse.Namespace
         markov_rank=args.markov_rank,
         **reader,
     )
-    return ReadyDrafterModel(config)
+
+
+def make_drafter(target: PreTrainedModel, variant: str, args: argparse.Namespace) -> ReadyDrafterModel:
+    """A fresh drafter, the same seed for all variants; or the one in `--start` to go on with."""
+    torch.manual_seed(args.seed)
+    if args.start is not None:
+        return ReadyDrafterModel.from_pretrained(args.start / variant, dtype=torch.float32)
+    return ReadyDrafterModel(make_config(target, variant, args))
+
+
+def check_drafters(target: PreTrainedModel, args: argparse.Namespace) -> None:
+    """Refuses drafters that cannot be made or loaded; with `--start` their sizes take the place of the options.
+
+    A size that no drafter has, or that differs between them, is no longer in `args` afterwards.
+    """
+    names = [f"{variant}/{name}" for variant in args.variants for name in ("config.json", "model.safetensors")]
+    missing = [name for name in names if args.start is not None and not (args.start / name).is_file()]
+    if missing:
+        expected = f"expected the output folder of an earlier run, with {', '.join(names)}"
+        raise SystemExit(f"--start {args.start} has no {', '.join(missing)}: {expected}")
+    try:
+        configs = [make_config(target, variant, args) for variant in args.variants]
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise SystemExit(f"no such drafter can be trained: {' '.join(str(error).split())}") from error
+    for option, field in FIELDS.items() if args.start is not None else ():
+        found = {getattr(c, field) for c in configs if c.has_reader or not field.startswith("reader")}
+        if len(found) > 1 and option in ("block", "mask_token_id"):  # no text and no anchors would suit both
+            raise SystemExit(f"drafters in --start differ in `{field}`, {sorted(found)}: choose one with --variants")
+        delattr(args, option)
+        if len(found) == 1 and (size := found.pop()) is not None:
+            setattr(args, option, size)
+
+
+def check_length(args: argparse.Namespace) -> None:
+    """Refuses rows in which no anchor has its whole block, in training or after the prompt of a held-out row."""
+    least = next(n for n in itertools.count() if n - args.block > max(args.stride, held_prompt(n) - 1))
+    if args.row < least:
+        what = f"rows of {args.row} tokens are too short for blocks of {args.block} at --stride {args.stride}"
+        raise SystemExit(f"{what}: at least {least} are needed; --row says how long text is written")
 
 
 def train(
@@ -176,7 +237,8 @@ def evaluate(
         ids = ids.to(target.device)
         written = torch.ones_like(ids)
         written[:, :prompt] = 0
-        anchors, mask = choose_anchors(legal_anchors(torch.ones_like(ids), args.block, 1, written), 2 * args.anchors)
+        legal = legal_anchors(torch.ones_like(ids), drafter.config.block_size, 1, written)
+        anchors, mask = choose_anchors(legal, 2 * args.anchors)
         batch = change(frozen.batch(ids, anchors, mask, None, written))
         sums = drafting_sums(drafter, drafter, frozen, batch, DraftingLoss())
         total = sums if total is None else total + sums
@@ -187,7 +249,7 @@ def evaluate_all(
     target: PreTrainedModel, drafter: ReadyDrafterModel, held: dict[str, torch.Tensor], args: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
     """On sampled and on greedy text; a reader also with wrong states."""
-    prompt = min(64, args.row // 2)
+    prompt = held_prompt(args.row)
     found = {name: evaluate(target, drafter, rows, prompt, args) for name, rows in held.items()}
     for kind in ("zeros", "another row's", "the previous anchor's") if drafter.reader is not None else ():
 
@@ -199,12 +261,28 @@ def evaluate_all(
 
 
 def text(
-    target: PreTrainedModel, tokens: dict[str, torch.Tensor], args: argparse.Namespace
+    target: PreTrainedModel, size: int, args: argparse.Namespace
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], str]:
-    """Rows to train on, held-out rows, and how they were written: those of `--text`, or written now."""
+    """Rows to train on, held-out rows, and how they were written: those of `--text`, or written now.
+
+    Sets `args.row` to the length of the rows. All ids are below `size`.
+    """
     if args.text is not None:
-        return read_text(args.text)
-    shortest, longest = (min(size, args.row // 2) for size in PROMPTS)
+        rows, held, shares = read_text(args.text)
+        if max(int(ids.max()) for ids in (rows, *held.values())) >= size:
+            raise SystemExit(f"the text was written by another target: this one knows ids up to {size - 1}")
+        args.row = rows.shape[1]
+        check_length(args)
+        return rows, held, shares
+    check_length(args)
+    shortest, longest = (min(length, args.row // 2) for length in PROMPTS)
+    generator = torch.Generator().manual_seed(args.seed)
+    tokens = {
+        name: torch.randint(2, size, (10_000,), generator=generator)
+        if args.data is None
+        else read_tokens(args.data / f"{name}.bin", size, longest)
+        for name in ("train", "held")
+    }
     options = {"length": args.row, "forbidden": args.mask_token_id}
     held = write_held_out(target, tokens["held"], rows=args.held, seed=args.seed + 7, **options)
     print(f"held-out text after {elapsed():.0f} s", flush=True)
@@ -261,14 +339,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default=ready_hf.tiny_target_path(), help="folder of the target")
-    parser.add_argument("--data", type=pathlib.Path, help="folder of train.bin and held.bin; default: random prompts")
+    parser.add_argument("--data", type=pathlib.Path, help="folder of train.bin and held.bin; default: random")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument(
-        "--start", type=pathlib.Path, help="output folder of an earlier run, to go on from its weights"
+        "--start", type=pathlib.Path, help="output folder of an earlier run, to go on from its drafters"
     )
     parser.add_argument("--variants", nargs="+", choices=["dspark", "ready"], default=["dspark", "ready"])
     parser.add_argument(
-        "--text", type=pathlib.Path, help="folder that on_policy_text.py wrote; default: written first"
+        "--text", type=pathlib.Path, help="folder that on_policy_text.py wrote; default: written first, from --data"
     )
     parser.add_argument("--seconds", type=float, default=150, help="training time of each variant")
     parser.add_argument("--text-seconds", type=float, default=130, help="time for the target to write")
@@ -287,24 +365,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Text, training, evaluation."""
     args = parse()
-    args.out.mkdir(parents=True, exist_ok=True)
+    check_least(args, LEAST)
+    size = target_vocabulary(args.target)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(DEVICE).eval()
     ready_hf.ensure_patched(target)
-    generator = torch.Generator().manual_seed(args.seed)
-    tokens = {
-        name: torch.randint(2, target.config.get_text_config().vocab_size, (10_000,), generator=generator)
-        if args.data is None
-        else read_tokens(args.data / f"{name}.bin")
-        for name in ("train", "held")
-    }
-    size = target.config.get_text_config().vocab_size
-    if max(int(ids.max()) for ids in tokens.values()) >= size:
-        raise SystemExit(f"the data was tokenized for another target: this one knows ids up to {size - 1}")
-    rows, held, shares = text(target, tokens, args)
-    args.row = rows.shape[1]  # of `--text`
-    if max(int(ids.max()) for ids in (rows, *held.values())) >= size:
-        raise SystemExit(f"the text was written by another target: this one knows ids up to {size - 1}")
+    check_drafters(target, args)
+    make_folder(args.out)
+    rows, held, shares = text(target, size, args)
     record = {
         "command": f"python {' '.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])}",
         "date": time.strftime("%Y-%m-%d"),
@@ -321,6 +389,9 @@ def main() -> None:
         steps = args.steps or planned_steps(target, rows, args, folder)
         for variant in args.variants:
             run_variant(variant, target, rows, held, steps, record, args, folder)
+    for variant, entry in record["variants"].items():  # after all of them, so that none is lost
+        if not all(math.isfinite(metrics["tau"]) for metrics in entry["evaluation"].values()):
+            raise SystemExit(f"nothing was measured for {variant}: tau is no number, see {args.out / 'record.json'}")
     print(f"done after {elapsed():.0f} s", flush=True)
 
 

@@ -2,11 +2,11 @@
 
     python kernels/assemble.py --out FOLDER
 
-FOLDER gets `build/torch-<backend>/` for every backend of build.toml, each with the files of the package and the
-`metadata.json` that the library demands, and the card as `README.md`. Nothing is compiled, so the variants differ in
-their metadata alone, and the same sources always give the same bytes. For tests and for trying the kernels out with
-`kernels.get_local_kernel(Path(FOLDER))`; what is published on the Hub is built by kernel-builder. Standard library
-only.
+FOLDER must not exist or be empty. It gets `build/torch-<backend>/` for every backend of build.toml, each with the
+files of the package and the `metadata.json` that the library demands, and the card as `README.md`. Nothing is
+compiled, so the variants differ in their metadata alone, and the same sources always give the same bytes. For tests
+and for trying the kernels out with `kernels.get_local_kernel(Path(FOLDER))`; what is published on the Hub is built by
+kernel-builder. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import shutil
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,39 +63,26 @@ def metadata(general: dict, backend: str, files: dict[str, bytes]) -> dict:
     }
 
 
-def is_earlier_output(folder: Path, name: str) -> bool:
-    """Whether the folder holds what an earlier run for this kernel wrote, and nothing beside it."""
-    if {path.name for path in folder.iterdir()} - {"README.md", "build"} or not (folder / "build").is_dir():
-        return False
-    variants = list((folder / "build").iterdir())
-    try:
-        return bool(variants) and all(json.loads((v / "metadata.json").read_text())["name"] == name for v in variants)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
 def assemble(out: Path) -> None:
-    """Writes the tree to `out`, in place of an earlier one.
+    """Writes the tree to `out`.
 
     Args:
-        out (`Path`): Folder that does not exist, is empty, or holds an earlier output.
+        out (`Path`): Folder that does not exist, or is empty.
 
     Raises:
-        FileExistsError: `out` is a file, or a folder with something else in it.
+        OSError: `out` is a file, a folder with something in it, or cannot be written; nothing in it is changed.
         ValueError: `out` lies within the package, where the next run would take it for sources.
     """
     build = tomllib.loads((ROOT / "build.toml").read_text(encoding="utf-8"))
     general = build["general"]
     package = ROOT / "torch-ext" / general["name"].replace("-", "_")
-    if out.resolve().is_relative_to(package):
+    if Path(os.path.realpath(out)).is_relative_to(package):
         raise ValueError(f"{out} lies within the sources {package}: choose a folder outside")
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"{out} is a file: choose a folder")
-    if out.exists() and any(out.iterdir()) and not is_earlier_output(out, general["name"]):
-        raise FileExistsError(f"{out} holds something other than an earlier output: choose an empty or new folder")
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty: remove it, or choose another folder")
     files = package_files(package, build["torch-noarch"]["pyext"])
-    if (out / "build").exists():
-        shutil.rmtree(out / "build")
     for backend in general["backends"]:
         described = json.dumps(metadata(general, backend, files), indent=2) + "\n"
         for name, content in {"metadata.json": described.encode(), **files}.items():
@@ -108,10 +95,13 @@ def assemble(out: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new, empty, or an earlier output")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="new or empty")
+    out = parser.parse_args(argv).out
+    if not out:
+        parser.error("--out is empty: name a folder that does not exist or is empty")
     try:
-        assemble(parser.parse_args(argv).out)
-    except (FileExistsError, ValueError) as error:
+        assemble(Path(out))
+    except (OSError, ValueError) as error:
         parser.error(str(error))
 
 

@@ -258,7 +258,7 @@ def test_the_example_script_makes_both_drafters(tmp_path, monkeypatch):
     try:
         script.main()
     finally:
-        for name in ("train_drafter", "on_policy_text"):
+        for name in ("train_drafter", "on_policy_text", "write_drafter_cards"):
             sys.modules.pop(name, None)
     record = json.loads((tmp_path / "record.json").read_text())
     for variant, kinds in (("dspark", 2), ("ready", 5)):

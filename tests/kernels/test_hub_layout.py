@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -175,12 +176,9 @@ def test_changed_sources_give_another_id(tree, tmp_path):
     assert len(set(identifiers)) == len(identifiers)
 
 
-def test_earlier_output_is_replaced_whole(loadable, tree):
-    (loadable / "build" / "torch-cpu" / "stale.py").write_text("")
-    (loadable / "build" / "torch-cpu" / "__init__.py").write_text("")
-    (loadable / "README.md").unlink()
-    assemble.main(["--out", str(loadable)])
-    assert contents(loadable) == contents(tree)
+def test_two_folders_get_the_same_bytes(tree, tmp_path):
+    assemble.main(["--out", str(tmp_path / "new" / "tree")])
+    assert contents(tmp_path / "new" / "tree") == contents(tree)
 
 
 def test_empty_folder_is_filled(tmp_path, tree):
@@ -192,16 +190,13 @@ def test_empty_folder_is_filled(tmp_path, tree):
     "files",
     [
         {"notes.txt": "mine"},
-        {"README.md": "mine"},
+        {".hidden": "mine"},
         {"build/lib/thing.py": "mine"},
-        {"build/torch-cpu/metadata.json": '{"name": "other-kernels"}'},
-        {f"build/{name}/metadata.json": f'{{"name": "{name}-kernels"}}' for name in ("ready", "other")},
-        {"build/torch-cpu/metadata.json": "[]"},
-        {"build/torch-cpu/metadata.json": '{"name": "ready-kernels"}', "src/thing.py": "mine"},
+        {"build/torch-cpu/metadata.json": '{"name": "ready-kernels"}', "build/torch-cpu/mine.py": "mine"},
     ],
-    ids=["file", "readme", "another_build", "another_kernel", "two_kernels", "no_metadata", "more_than_an_output"],
+    ids=["file", "hidden", "another_build", "earlier_output"],
 )
-def test_folder_with_something_else_is_left_alone(tmp_path, capsys, files):
+def test_folder_with_something_in_it_is_left_alone(tmp_path, capsys, files):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -209,18 +204,53 @@ def test_folder_with_something_else_is_left_alone(tmp_path, capsys, files):
     with pytest.raises(SystemExit) as stopped:
         assemble.main(["--out", str(tmp_path)])
     assert stopped.value.code == 2
-    assert "earlier output" in capsys.readouterr().err
+    assert "is not empty: remove it, or choose another folder" in capsys.readouterr().err
     assert contents(tmp_path) == before
 
 
-def test_file_and_folder_of_the_sources_are_refused(tmp_path, capsys):
-    (tmp_path / "file").write_text("mine")
-    for out, message in [(tmp_path / "file", "is a file"), (PACKAGE / "tree", "lies within the sources")]:
-        with pytest.raises(SystemExit):
-            assemble.main(["--out", str(out)])
-        assert message in capsys.readouterr().err
-    assert (tmp_path / "file").read_text() == "mine"
+def test_an_earlier_output_is_left_alone(loadable, tree, capsys):
+    with pytest.raises(SystemExit):
+        assemble.main(["--out", str(loadable)])
+    assert "is not empty" in capsys.readouterr().err
+    assert contents(loadable) == contents(tree)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("", "--out is empty"),
+        ("file", "is a file"),
+        ("file/sub", "Not a directory"),
+        ("loop", "symbolic links"),
+        ("loop/sub", "symbolic links"),
+        ("gone", "exists"),
+        ("x" * 300, "too long"),
+        (str(PACKAGE / "tree"), "lies within the sources"),
+        ("sources/tree", "lies within the sources"),
+    ],
+    ids=["nothing", "file", "below_a_file", "loop", "below_a_loop", "dangling", "long", "sources", "link_to_sources"],
+)
+def test_what_cannot_be_a_new_folder_is_refused(tmp_path, monkeypatch, capsys, out, message):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("mine")
+    for name, place in {"loop": "loop", "gone": "nowhere", "sources": PACKAGE}.items():
+        Path(name).symlink_to(place)
+    with pytest.raises(SystemExit) as stopped:
+        assemble.main(["--out", out])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "loop", "gone", "sources"}
+    assert Path("file").read_text() == "mine"
     assert not (PACKAGE / "tree").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="everything is allowed to root")
+def test_a_folder_without_permission_is_refused(tmp_path, capsys):
+    tmp_path.chmod(0o500)
+    with pytest.raises(SystemExit) as stopped:
+        assemble.main(["--out", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "Permission denied" in capsys.readouterr().err
 
 
 def test_layers_are_public():
