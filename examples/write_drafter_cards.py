@@ -1,9 +1,11 @@
 """Write the model cards of trained drafters, with the check whether reading states helps.
 
-    python examples/write_drafter_cards.py --target small_target --prompts small_target/prompts.jsonl drafters/ready
+    python examples/write_drafter_cards.py --date 2026-11-30 --target small_target
+        --prompts small_target/prompts.jsonl drafters/ready
 
-`train_drafter.py` writes a card without the check. What a card says about training comes from the folder's
-`training.json`; the check decodes the prompts that the demo would measure, with the real states and with wrong ones.
+README.md and `training.json` of the folders are written anew. `train_drafter.py` writes a card without the check. What
+a card says about training comes from the folder's `training.json`; the check decodes the prompts that the demo would
+measure, with the real states and with wrong ones.
 """
 
 import argparse

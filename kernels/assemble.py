@@ -103,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         assemble(Path(out))
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    print(f"{out}: {', '.join(sorted(path.name for path in (Path(out) / 'build').iterdir()))}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from transformers import AutoModelForCausalLM
 
 import ready_hf
 from ready_hf import kernels, ops
+from ready_hf.demo_prompts import UsageError
+from ready_hf.demo_settings import Settings
 from ready_hf.drafting import DraftSession
 from ready_hf.target import committed_states, state_views
 from support import (
@@ -175,7 +177,7 @@ def test_forced_kernels_that_cannot_run_are_refused_before_any_compute(forced, m
     monkeypatch.setattr("ready_hf.kernels._launch.INTERPRETED", False)
     model = tiny_target("qwen3_5")
     monkeypatch.setattr(type(model), "forward", lambda *args, **kwargs: pytest.fail("computed"))
-    with pytest.raises(RuntimeError, match="Triton kernels run on CUDA tensors"):
+    with pytest.raises(RuntimeError, match=r"Triton kernels run on CUDA tensors.*set_kernels\("):
         model.generate(random_prompt(4), max_new_tokens=4, assistant_model=ready_hf.PromptLookupDrafter(2))
 
 
@@ -228,3 +230,11 @@ def test_reads_in_place_equal_those_of_a_copy(normalization, forced):
         found, expected = reader(views, *inputs), reader(copies, *inputs)
     assert float((found - expected).norm() / expected.norm()) <= 1e-5
     assert forced["state_read"] == 1
+
+
+def test_the_demo_says_in_one_line_that_kernels_cannot_run(forced, monkeypatch):
+    monkeypatch.setattr("ready_hf.kernels._launch.INTERPRETED", False)
+    for backend, message in (("triton", "kernels are forced"), ("gpu", "READY_HF_KERNELS")):
+        monkeypatch.setattr(ops, "_backend", backend)
+        with pytest.raises(UsageError, match=message):
+            Settings().check()

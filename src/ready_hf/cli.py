@@ -46,7 +46,8 @@ def demo(
         Path | None, typer.Option(help='Lines of {"prompt": "..."} or {"turns": ["..."]}. [default: held-out code]')
     ] = None,
     prompts: Annotated[
-        int | None, typer.Option(help="Prompts to measure. [default: as many as fit about a minute]")
+        int | None,
+        typer.Option(help="Prompts to measure. [default: as many as fit about a minute; 12 with --reader-check]"),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest text.")] = 64,
     temperature: Annotated[int | None, typer.Option(help="Only one table: 1 (sampling) or 0 (greedy).")] = None,

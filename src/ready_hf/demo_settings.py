@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 from ready_hf import plots, shipped
 from ready_hf.candidates import is_drafter
 from ready_hf.demo_prompts import UsageError
+from ready_hf.ops import uses_kernels
 from ready_hf.target import check_target
 
 
@@ -69,6 +70,10 @@ class Settings:
         if self.dtype not in DTYPES:
             raise UsageError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         _check_device(self.device)
+        try:
+            uses_kernels(torch.device(self.device))
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(str(error)) from None
         for option, path in (("--target", self.target), *(("--drafter", path) for path in self.drafters)):
             _check_model(option, path)
         for path in (self.target_path, *self.drafter_paths):

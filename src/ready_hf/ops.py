@@ -1,7 +1,7 @@
 """Which implementation advances states and windows: Triton kernels for all layers at once, or torch layer by layer.
 
 `"auto"` (the default) takes kernels for CUDA tensors if Triton is installed. `set_kernels("triton")`, or
-`READY_HF_KERNELS=triton` in the environment, forces them and raises where they cannot run; `"torch"` does without.
+`READY_HF_KERNELS=triton` in the environment, forces them: a call that cannot run them raises. `"torch"` does without.
 """
 
 import os
@@ -38,7 +38,13 @@ def uses_kernels(device: torch.device) -> bool:
         RuntimeError: kernels are forced, and cannot run there.
     """
     if _checked(_backend) == "triton":
-        kernels.require_kernels(device)
+        try:
+            kernels.require_kernels(device)
+        except RuntimeError as error:
+            hint = (
+                'kernels are forced; `ready_hf.set_kernels("auto")` and READY_HF_KERNELS=auto leave the choice to us'
+            )
+            raise RuntimeError(f"{error} ({hint})") from None
         return True
     return _backend == "auto" and device.type == "cuda" and kernels.has_kernels(device)
 
