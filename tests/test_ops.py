@@ -1,6 +1,9 @@
 """Rollback, generation and drafting through the Triton kernels, in the interpreter where there is no GPU."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -238,3 +241,24 @@ def test_the_demo_says_in_one_line_that_kernels_cannot_run(forced, monkeypatch):
         monkeypatch.setattr(ops, "_backend", backend)
         with pytest.raises(UsageError, match=message):
             Settings().check()
+
+
+def test_without_triton_everything_runs_in_torch():
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+import ready_hf
+from ready_hf import kernels
+assert not kernels.has_kernels(torch.device("cpu"))
+uncut, kept = torch.randn(1, 2, 3, 6), torch.tensor([1, 2])
+assert kernels.conv_commit(uncut, kept, 4).shape == (1, 2, 3, 4)
+try:
+    kernels.conv_commit(uncut, kept, 4, backend="triton")
+except RuntimeError as error:
+    print(error)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert "need Triton, which is not installed" in ran.stdout
