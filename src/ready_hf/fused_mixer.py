@@ -12,11 +12,11 @@ import torch
 
 from ready_hf import kernels
 from ready_hf.block_records import Record
+from ready_hf.kernels.verify_reference import ACTIVATIONS, MAX_TOKENS
 from ready_hf.ops import uses_kernels
 from ready_hf.target import GATED_DELTA_RULE, MixerCall, RecurrenceCall, is_untouched
 
 
-MOST_TOKENS = 32  # of a block, as the kernel is written
 # by name and module: a subclass, or a remote-code copy, may do something else
 KNOWN_MIXERS = {
     ("transformers.models.qwen3_5.modeling_qwen3_5", "Qwen3_5GatedDeltaNet"),
@@ -37,7 +37,7 @@ def fits(call: MixerCall, layer: Any, length: int) -> bool:
         return False
     state, window = layer.recurrent_states[0], layer.conv_states[0]
     return (
-        hidden_states.shape[1] == length <= MOST_TOKENS
+        hidden_states.shape[1] == length <= MAX_TOKENS
         and not call.has_packed_sequences
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
@@ -45,7 +45,7 @@ def fits(call: MixerCall, layer: Any, length: int) -> bool:
         and state is not None
         and window is not None
         and window.shape[-1] == mixer.conv_kernel_size
-        and mixer.activation in ("silu", "swish")
+        and mixer.activation in ACTIVATIONS
         and not hasattr(mixer.conv1d, "_hf_hook")  # accelerate moves its weight in when it is called
         and window.dtype == hidden_states.dtype
         and all(x.dtype in kernels.FLOATS for x in (window, mixer.conv1d.weight, state, mixer.A_log, mixer.dt_bias))

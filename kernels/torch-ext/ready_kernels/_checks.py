@@ -47,7 +47,7 @@ def check_commit(
     sizes = [*written.shape, *([] if written.is_table else [written.count])]
     strides = [*written.strides, *([] if written.is_table else [written.stride])]
     is_expanded = any(stride == 0 and size > 1 for stride, size in zip(strides, sizes))  # noqa: B905
-    if is_expanded or len(set(written.addresses())) < written.count:
+    if is_expanded or len(set(written.addresses)) < written.count:
         raise ValueError("`out`, or `states` in place, must not overlap: an expanded tensor, or one tensor twice")
     if min(num_rows, num_tokens, *state.shape[1:]) < 1:
         raise ValueError(f"rows, tokens, heads and channels must be at least 1, got {list(value.shape)} values")

@@ -115,6 +115,15 @@ def increment_versions(layers: torch.Tensor | Sequence[torch.Tensor]) -> None:
             torch.autograd.graph.increment_version(x)
 
 
+def address_table(rows: list[Layers]) -> torch.Tensor:
+    """Addresses `[len(rows), L]`, int64, on the device of the tensors; valid as long as they live."""
+    device = rows[0].tensor.device
+    on_host = torch.tensor([layers.addresses for layers in rows], dtype=torch.int64)
+    if device.type == "cuda":  # pinned, so that the copy does not wait for the device
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)
+
+
 class Layers:
     """Tensors of L layers, stacked `[L, ...]` or a list of L tensors alike, as a kernel addresses them.
 
@@ -149,10 +158,12 @@ class Layers:
             check_float(name, self.tensor)
         self.layers = layers
 
+    @functools.cached_property
     def is_aligned(self) -> bool:
         """Whether every layer starts at a multiple of 16 bytes."""
-        return not any(address % 16 for address in self.addresses())
+        return not any(address % 16 for address in self.addresses)
 
+    @functools.cached_property
     def addresses(self) -> list[int]:
         """Address of every layer."""
         if self.is_table:

@@ -39,17 +39,14 @@ def commit_and_read(
                 advanced[slot] = _advanced(before[slot], records, layer, row, length, delta, l2norm)
                 after[slot] = advanced[slot].to(after.dtype)
         found.append(advanced)  # read before it is rounded, as the kernel reads it
-    return None if queries is None else state_read(found, queries, slots=slots, num_rows=len(accepted))
+    return None if queries is None else state_read(found, queries, slots=slots)
 
 
-def state_read(
-    states: Stacked, queries: torch.Tensor, *, slots: torch.Tensor | None = None, num_rows: int | None = None
-) -> torch.Tensor:
+def state_read(states: Stacked, queries: torch.Tensor, *, slots: torch.Tensor | None = None) -> torch.Tensor:
     """See `ready_kernels.state_read`."""
     shared = queries.dim() == 4
-    num_rows = _num_rows(states, queries, slots) if num_rows is None else num_rows
     wide = torch.float64 if states[0].dtype == torch.float64 else torch.float32
-    index = torch.arange(num_rows, device=queries.device) if slots is None else slots.long()
+    index = torch.arange(states[0].shape[0], device=queries.device) if slots is None else slots.long()
     reads = []
     for layer in range(len(states)):
         state = states[layer][index.clamp_min(0)].to(wide)  # [B, H, K, V]
@@ -57,10 +54,6 @@ def state_read(
         read = (query @ state).masked_fill((index < 0)[:, None, None, None], 0.0)  # [B, H, J, V]
         reads.append(read.transpose(1, 2))
     return torch.stack(reads, dim=2)  # [B, J, L, H, V]
-
-
-def _num_rows(states: Stacked, queries: torch.Tensor, slots: torch.Tensor | None) -> int:
-    return len(slots) if slots is not None else states[0].shape[0] if queries.dim() == 4 else queries.shape[0]
 
 
 def _rows(accepted: torch.Tensor, slots: torch.Tensor | None) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ._checks import check_commit
-from ._launch import Layers, increment_versions, launches, on_device, power_of_2, require_kernels, tiles
+from ._launch import Layers, address_table, increment_versions, launches, on_device, power_of_2, require_kernels, tiles
 from .records import Records, Stacked
 
 
@@ -188,7 +188,7 @@ def commit_and_read(
     record_table = any(field.is_table for field in fields.values())
     if tables is None:
         needed = state_table or record_table
-        tables = address_tables(states, out, records) if needed else accepted  # unused
+        tables = address_table([state, written, *fields.values()]) if needed else accepted  # unused
     if queries is None:
         reads, num_queries = None, 1
         q_strides: tuple[int, ...] = (0, 0, 0, 0, 0)
@@ -229,7 +229,7 @@ def commit_and_read(
             BK=power_of_2(k_dim, 16),
             BJ=power_of_2(num_queries, 16),
             STATE_TABLE=state_table,
-            ALIGNED=not state_table or (state.is_aligned() and written.is_aligned()),
+            ALIGNED=not state_table or (state.is_aligned and written.is_aligned),
             RECORD_TABLE=record_table,
             HAS_SLOTS=slots is not None,
             IN_PLACE=out is None,
@@ -249,9 +249,5 @@ def commit_and_read(
 def address_tables(states: Stacked, out: Stacked | None, records: Records) -> torch.Tensor:
     """Addresses `[6, L]` of states, out and the four records, int64, on their device; valid as long as they live."""
     state = Layers("states", states)
-    rows = [state.addresses(), (state if out is None else Layers("out", out)).addresses()]
-    rows += [Layers(f"records.{name}", x).addresses() for name, x in records._asdict().items()]
-    on_host = torch.tensor(rows, dtype=torch.int64)
-    if state.tensor.device.type == "cuda":  # pinned, so that the copy does not wait for the device
-        return on_host.pin_memory().to(state.tensor.device, non_blocking=True)
-    return on_host.to(state.tensor.device)
+    written = state if out is None else Layers("out", out)
+    return address_table([state, written, *(Layers(f"records.{name}", x) for name, x in records._asdict().items())])

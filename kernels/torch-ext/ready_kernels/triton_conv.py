@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ._checks import check_windows
-from ._launch import Layers, launches, on_device, require_kernels, tiles
+from ._launch import Layers, address_table, launches, on_device, require_kernels, tiles
 from .records import Stacked
 
 
@@ -47,12 +47,7 @@ def conv_commit(uncut: Stacked, accepted: torch.Tensor, kernel_size: int) -> tor
     layers = Layers("uncut", uncut)
     require_kernels(layers.tensor.device)
     num_rows, num_channels, num_columns = check_windows(layers, accepted, kernel_size)
-    tables = accepted  # unused
-    if layers.is_table:
-        tables = torch.tensor(layers.addresses(), dtype=torch.int64)
-        if accepted.device.type == "cuda":
-            tables = tables.pin_memory()
-        tables = tables.to(accepted.device, non_blocking=True)
+    tables = address_table([layers]) if layers.is_table else accepted  # unused
     window = layers.tensor.new_empty((layers.count, num_rows, num_channels, kernel_size))
     sizes = tiles("conv_commit", accepted.device, (kernel_size, num_channels), layers.count * num_rows)
     grid = (triton.cdiv(num_channels, sizes["BD"]) * num_rows * layers.count,)

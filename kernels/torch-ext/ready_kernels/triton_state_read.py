@@ -16,7 +16,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from ._checks import check_read
-from ._launch import Layers, launches, on_device, power_of_2, require_kernels, tiles, versions
+from ._launch import Layers, address_table, launches, on_device, power_of_2, require_kernels, tiles, versions
 from .records import Stacked
 
 
@@ -114,19 +114,11 @@ def state_read(
     precision: str = "tf32",
     tables: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `ready_kernels.state_read`. `tables` may hand in the result of `state_tables` for the same states."""
+    """See `ready_kernels.state_read`. `tables` may hand in what `_launch.address_table` made of them."""
     state = Layers("states", states)
     require_kernels(state.tensor.device)
     num_rows = check_read(state, queries, slots)
     return _StateRead.apply(queries, state, slots, num_rows, read_dtype, precision, tables)
-
-
-def state_tables(states: Stacked) -> torch.Tensor:
-    """Addresses `[L]` of a list of states, int64, on their device; valid as long as they live."""
-    on_host = torch.tensor(Layers("states", states).addresses(), dtype=torch.int64)
-    if states[0].device.type == "cuda":
-        return on_host.pin_memory().to(states[0].device, non_blocking=True)
-    return on_host.to(states[0].device)
 
 
 class _StateRead(torch.autograd.Function):
@@ -145,7 +137,7 @@ class _StateRead(torch.autograd.Function):
     ) -> torch.Tensor:
         _, heads, k_dim, v_dim = state.shape
         num_queries = queries.shape[-2]
-        tables = state_tables(state.layers) if tables is None and state.is_table else tables
+        tables = address_table([state]) if tables is None and state.is_table else tables
         ctx.state, ctx.slots, ctx.precision, ctx.tables = state, slots, precision, tables
         ctx.versions = versions(state.layers) if ctx.needs_input_grad[0] else None
         ctx.is_shared, ctx.query_dtype = queries.dim() == 4, queries.dtype
@@ -171,7 +163,7 @@ class _StateRead(torch.autograd.Function):
                 BK=power_of_2(k_dim, 16),
                 BJ=power_of_2(num_queries, 16),
                 STATE_TABLE=state.is_table,
-                ALIGNED=not state.is_table or state.is_aligned(),
+                ALIGNED=not state.is_table or state.is_aligned,
                 HAS_SLOTS=slots is not None,
                 PRECISION=precision,
                 enable_fp_fusion=True,
@@ -209,7 +201,7 @@ class _StateRead(torch.autograd.Function):
                 BV=power_of_2(v_dim, 16),
                 BJ=power_of_2(num_queries, 16),
                 STATE_TABLE=state.is_table,
-                ALIGNED=not state.is_table or state.is_aligned(),
+                ALIGNED=not state.is_table or state.is_aligned,
                 HAS_SLOTS=slots is not None,
                 PRECISION=ctx.precision,
                 enable_fp_fusion=True,
