@@ -29,19 +29,24 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 import ready_hf
 from ready_hf.demo_prompts import read_prompts
-from ready_hf.kernels import launches
-from ready_hf.target import CACHE_NAME
+from ready_hf.kernels import launches, state_read
+from ready_hf.target import CACHE_NAME, RecurrentLayer, recurrent_layers, state_views
 
 
 class PartlyRight(CandidateGenerator):
-    """Drafts of a known continuation, each right with probability `share`; keeps the committed cache in sight."""
+    """Drafts of a known continuation, each right with probability `share`; keeps the committed cache in sight.
+
+    It also reads the committed states of all layers, as a reader of `block - 1` queries a head would, and times that.
+    """
 
     is_ready_drafter = True
     requires_model_outputs = True
     model_kwargs_overrides: dict[str, Any] = {}
 
-    def __init__(self, known: torch.Tensor, share: float, block: int):
-        self.known, self.share, self.block = known, share, block
+    def __init__(self, known: torch.Tensor, share: float, block: int, layers: list[RecurrentLayer]):
+        self.known, self.share, self.block, self.layers = known, share, block, layers
+        self.queries: torch.Tensor | None = None
+        self.read_seconds = 0.0
         self.generator = torch.Generator().manual_seed(0)
         self.seen: tuple[int, list[torch.Tensor]] = (0, [])
 
@@ -52,12 +57,26 @@ class PartlyRight(CandidateGenerator):
     def get_candidates(self, input_ids: torch.Tensor, **context: Any) -> tuple[torch.Tensor, None]:
         """The input and a block."""
         cache = cache_of(context["model_outputs"])
+        self.read(cache)
         if input_ids.shape[1] > 160 and not self.seen[0]:  # once, in the middle
             self.seen = input_ids.shape[1] - 1, recurrent_states(cache)
         drafts = self.known[:, input_ids.shape[1] : input_ids.shape[1] + self.block].clone()
         wrong = (torch.rand(drafts.shape, generator=self.generator) >= self.share).to(drafts.device)
         drafts = torch.where(wrong, (drafts + 1) % 1000, drafts)
         return torch.cat([input_ids, drafts], dim=1), None
+
+    def read(self, cache: Any) -> None:
+        """Reads the states where they lie; the first round, which compiles, is not counted."""
+        views = state_views(cache, self.layers)
+        if self.queries is None:
+            heads, keys = views[0].shape[1:3]
+            self.queries = torch.randn(len(views), heads, self.block - 1, keys, device=views[0].device)
+            state_read(views, self.queries)
+        synchronize()
+        start = time.perf_counter()
+        state_read(views, self.queries)
+        synchronize()
+        self.read_seconds += time.perf_counter() - start
 
     def update_candidate_strategy(self, *args: Any) -> None:
         """Nothing to learn."""
@@ -106,7 +125,7 @@ def tie(model: PreTrainedModel, ids: torch.Tensor) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def large(model: PreTrainedModel, block: int, tokens: int, prompts: int) -> bool:
+def large(model: PreTrainedModel, block: int, tokens: int, prompts: int, backends: list[str]) -> bool:
     """Near ties, states and the time of a round; returns whether every parting is a near tie."""
     ok = True
     for seed in range(prompts):
@@ -116,9 +135,9 @@ def large(model: PreTrainedModel, block: int, tokens: int, prompts: int) -> bool
         plain = model.generate(prompt, max_new_tokens=tokens, do_sample=False)
         synchronize()
         step = (time.perf_counter() - start) / tokens
-        for backend in ("torch", "auto"):
+        for backend in backends:
             ready_hf.set_kernels(backend)
-            drafter = PartlyRight(plain, 0.7, block)
+            drafter = PartlyRight(plain, 0.7, block, recurrent_layers(model))
             with ready_hf.record_stats() as stats:
                 drafted = model.generate(prompt, max_new_tokens=tokens, do_sample=False, assistant_model=drafter)
             parted = (plain != drafted)[0].nonzero()
@@ -133,6 +152,7 @@ def large(model: PreTrainedModel, block: int, tokens: int, prompts: int) -> bool
             phases = {
                 name: getattr(stats, f"{name}_seconds") / stats.rounds * 1e3 for name in ("draft", "verify", "commit")
             }
+            phases["read"] = drafter.read_seconds / stats.rounds * 1e3  # a part of draft
             print(
                 f"  prompt {seed}, kernels {backend:5}: {fate}; states {worst(states, fresh):.1e}; "
                 f"{stats.tokens_per_forward:.2f} tokens per forward; plain step {step * 1e3:.1f} ms; a round: "
@@ -151,21 +171,26 @@ def main() -> int:
     parser.add_argument("--block", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--time-blocks", type=int, nargs="*", default=[8, 16], help="blocks to time a forward of")
+    parser.add_argument("--kernels", nargs="+", default=["torch", "auto"], help="backends of the large model's rounds")
+    parser.add_argument("--cudnn-attention", action="store_true", help="leave torch the choice of cuDNN's attention")
     args = parser.parse_args()
     names = ("torch", "triton", "transformers", "fla-core")
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     print(device, *(f"{name} {package_version(name)}" for name in names), flush=True)
+    # cuDNN's attention takes 5 to 13 ms of host time for every new length, and every round has one
+    torch.backends.cuda.enable_cudnn_sdp(args.cudnn_attention)
     ok = small_target(args.small_prompts)
     if args.layers:
         model = large_model(args.layers)
         ready_hf.ensure_patched(model)
-        for block in (8, 16):
+        for block in args.time_blocks:
             times = time_large(model, block, 512, 7)
             shown = [f"{name} {ms:.1f} ms ({ms / times['plain step']:.2f} steps)" for name, ms in times.items()]
             print(f"block {block}: {', '.join(shown)}", flush=True)
         ready_hf.set_kernels("auto")
         print(f"{args.layers} layers of the 27B shape, blocks of {args.block}, drafts right with 0.7", flush=True)
-        ok &= large(model, args.block, args.tokens, args.prompts)
+        ok &= large(model, args.block, args.tokens, args.prompts, args.kernels)
     print("ok" if ok else "WRONG", flush=True)
     return int(not ok)
 

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import ready_hf
 from ready_hf.chunk_states import forward_with_states
-from ready_hf.kernels import launches
+from ready_hf.kernels import Records, commit_and_read, launches, state_read
 from ready_hf.target import committed_states, recurrent_layers
 from support import (
     cache_argument,
@@ -95,3 +95,36 @@ def test_kernels_and_torch_draft_the_same_tokens():
         assert torch.equal(model.generate(**inputs, **options, assistant_model=drafter), plain)
         assert bool(launches["commit_and_read"]) is bool(launches["verify_rule"]) is (backend == "auto")
     ready_hf.set_kernels("auto")
+
+
+@pytest.mark.parametrize("rule", ["gated delta rule", "KDA", "Mamba-2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_run_on_a_device_that_is_not_the_current_one(rule, dtype):
+    """On the last of the machine's GPUs, which with two of them is not the current one; against torch in float64."""
+    device = f"cuda:{torch.cuda.device_count() - 1}"
+    assert torch.cuda.current_device() == 0
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=device)
+
+    layers, rows, tokens, heads, keys, values = 3, 2, 9, 4, 64, 32
+    g = -0.1 * normal(layers, rows, tokens, heads, *([keys] if rule == "KDA" else [])).abs()
+    strength = normal(layers, rows, tokens, heads).sigmoid()
+    records = Records(normal(layers, rows, tokens, 2, keys), normal(layers, rows, tokens, heads, values), g, strength)
+    states = normal(layers, rows, heads, values, keys).mT.to(dtype)
+    queries, accepted = normal(layers, heads, 5, keys), torch.tensor([7, 4], device=device)
+    options = {"delta": False, "l2norm": False} if rule == "Mamba-2" else {}
+    exact = states.double()
+    wide = Records(*(x.double() for x in records))
+    read = commit_and_read(
+        exact, wide, accepted, queries.double(), backend="torch", read_dtype=torch.float64, **options
+    )
+    found = commit_and_read(states, records, accepted, queries, backend="triton", precision="ieee", **options)
+    assert found.device == states.device == torch.device(device)
+    bound = 1e-5 if dtype == torch.float32 else 4e-3
+    assert float((found - read).norm() / read.norm()) <= 1e-5  # of the state before it is rounded
+    assert float((states - exact).norm() / exact.norm()) <= bound
+    alone = state_read(states, queries, backend="triton", precision="ieee")
+    expected = torch.einsum("lbhkv,lhjk->bjlhv", states.double(), queries.double())
+    assert float((alone - expected).norm() / expected.norm()) <= 1e-5

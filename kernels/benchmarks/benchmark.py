@@ -4,57 +4,41 @@
     python kernels/benchmarks/benchmark.py --sweep        # tile sizes too, for configs/*.json
 
 Nothing is measured unless all is right: float32 commit against float64 to 1e-5, tf32 read to 2e-3, 512 rounds of
-commits to 1e-5, two runs alike to the last bit. Times are medians of graph replays; "of copy" is the share of the
-bandwidth that a device-to-device copy reaches in the same run, with the bytes that the operation must move at least.
+commits to 1e-5, two runs alike to the last bit; KDA, Mamba-2 and bfloat16 states likewise. Times are medians of graph
+replays; "of copy" is the share of the bandwidth that a device-to-device copy reaches in the same run, with the bytes
+that the operation must move at least.
 """
 
 import argparse
 import importlib
-import statistics
 import sys
 from collections.abc import Callable
 from unittest import mock
 
 import torch
+from problems import (
+    CHANNELS,
+    DEVICE,
+    HEADS,
+    KEY_HEADS,
+    KEYS,
+    QUERIES,
+    RULES,
+    TAPS,
+    TOKENS,
+    VALUES,
+    as_transformers,
+    error,
+    layer_inputs,
+    problem,
+    record_bytes,
+    wide,
+)
+from timing import copy_bandwidth, eager, line, replayed
 
 import ready_hf.kernels
 from ready_hf.kernels import Records, commit_and_read, conv_commit, launches, state_read, verify
 from ready_hf.kernels.triton_commit_read import address_tables
-
-
-DEVICE = "cuda"
-HEADS, KEY_HEADS, KEYS, VALUES, TOKENS, QUERIES, CHANNELS, TAPS = 48, 16, 128, 128, 8, 7, 10240, 4
-
-
-def problem(layers: int, rows: int, kept: int | None = None, tokens: int = TOKENS, seed: int = 0) -> dict:
-    """States, records as a model makes them, accepted lengths (random ones if `kept` is None) and queries."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-
-    def normal(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=DEVICE).to(dtype)
-
-    g = -0.1 * torch.rand(layers, rows, tokens, HEADS, generator=generator, device=DEVICE)
-    beta = normal(layers, rows, tokens, HEADS).sigmoid()
-    value = normal(layers, rows, tokens, HEADS, VALUES)
-    records = Records(normal(layers, rows, tokens, KEY_HEADS, KEYS), value, g, beta)
-    lengths = torch.randint(0, tokens + 1, (rows,), generator=generator, device=DEVICE, dtype=torch.int32)
-    accepted = lengths if kept is None else torch.full_like(lengths, kept)
-    states = normal(layers, rows, HEADS, KEYS, VALUES, dtype=torch.float32)
-    queries = normal(layers, HEADS, QUERIES, KEYS)
-    return {"states": states, "records": records, "accepted": accepted, "queries": queries}
-
-
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative L2; NaN counts as infinite."""
-    value = float((found.double() - expected.double()).norm() / expected.double().norm())
-    return value if value == value else float("inf")
-
-
-def wide(case: dict) -> dict:
-    """The same problem in float64."""
-    records = Records(*(x.double() for x in case["records"]))
-    states, queries = case["states"].double(), case["queries"].double()
-    return {"states": states, "records": records, "accepted": case["accepted"], "queries": queries}
 
 
 def check(name: str, value: float, bound: float) -> bool:
@@ -84,6 +68,16 @@ def correct() -> bool:
     oks.append(
         check("state_read, tf32", error(state_read(case["states"], case["queries"], backend="triton"), read), 2e-3)
     )
+    rounded = commit_and_read(**{**case, "states": start.clone()}, backend="triton", precision="bf16")
+    oks.append(check("read, bf16", error(rounded, read), 1e-2))
+    for rule, dtype in (("KDA", torch.float32), ("Mamba-2", torch.float32), ("gated delta rule", torch.bfloat16)):
+        other = problem(2, 5, rule=rule, dtype=dtype)
+        truth = wide(other)
+        truth_read = commit_and_read(**truth, backend="torch", read_dtype=torch.float64)
+        other_read = commit_and_read(**other, backend="triton")
+        name, bound = f"{rule}, {str(dtype).removeprefix('torch.')}", 1e-5 if dtype == torch.float32 else 4e-3
+        oks.append(check(f"commit, {name} states", error(other["states"], truth["states"]), bound))
+        oks.append(check(f"read, tf32, {name} states", error(other_read, truth_read), 2e-3))
     lists = Records(*(list(x) for x in case["records"]))
     states = [x.clone() for x in start]
     commit_and_read(states, lists, case["accepted"], case["queries"], backend="triton")
@@ -112,66 +106,6 @@ def correct() -> bool:
     windows = [conv_commit(uncut, kept, TAPS, backend=name) for name in ("triton", "torch")]
     oks.append(check("conv_commit differs", float(not torch.equal(*windows)), 0.5))
     return all(oks)
-
-
-def replayed(run: Callable[[], object], repeats: int = 30) -> float:
-    """Microseconds of one graph replay, median."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for i in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times += [start.elapsed_time(end) * 1e3] if i >= 3 else []
-    return statistics.median(times)
-
-
-def eager(run: Callable[[], object], repeats: int = 20) -> float:
-    """Microseconds of one eager call, host time included, median."""
-    times = []
-    for i in range(repeats + 3):
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times += [start.elapsed_time(end) * 1e3] if i >= 3 else []
-    return statistics.median(times)
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of the faster of a memory copy and a kernel that copies 2 GB."""
-    source = torch.randn(2**29, device=DEVICE)
-    target = torch.empty_like(source)
-    times = {
-        "copy, graph": replayed(lambda: target.copy_(source), 10),
-        "copy, eager": eager(lambda: target.copy_(source), 10),
-        "kernel, graph": replayed(lambda: torch.mul(source, 1.0, out=target), 10),
-    }
-    rates = {name: 2 * source.nbytes / (micros * 1e-6) for name, micros in times.items()}
-    print("\n" + ", ".join(f"{name} {rate / 1e12:.2f} TB/s" for name, rate in rates.items()), flush=True)
-    return max(rates.values())
-
-
-def record_bytes(case: dict, kept: int) -> int:
-    """Bytes of the records of the kept tokens."""
-    return sum(x.nbytes for x in case["records"]) * kept // case["records"].value.shape[2]
-
-
-def line(name: str, micros: float, num_bytes: float, copy: float, note: str = "") -> None:
-    """Prints one line of a table of times."""
-    share = f"{num_bytes / (micros * 1e-6) / copy:6.0%}" if num_bytes else "      "
-    print(f"  {name:52} {micros:10.1f} us  {share} of copy  {note}", flush=True)
 
 
 def by_step_kernel(case: dict) -> Callable[[], None] | None:
@@ -235,9 +169,14 @@ def measure(rows: int, layers: int, copy: float) -> None:
         moved = 2 * size + record_bytes(case, kept) + read_bytes
         line(f"commit_and_read, {kept} of {TOKENS} tokens kept", times[kept], moved, copy)
     accepted.fill_(5)
+    moved = 2 * size + record_bytes(case, 5) + read_bytes
+    micros = replayed(lambda: commit_and_read(**case, backend="triton", precision="bf16"))
+    line(f"commit_and_read, 5 of {TOKENS}, bf16 products", micros, moved, copy)
     alone = replayed(commit)
     line("commit alone, 5 kept", alone, 2 * size + record_bytes(case, 5), copy, f"read adds {times[5] - alone:.1f} us")
     line("state_read", replayed(read), size + read_bytes, copy)
+    micros = replayed(lambda: state_read(states, queries, backend="triton", precision="bf16"))
+    line("state_read, bf16 products", micros, size + read_bytes, copy)
     line("commit, then state_read", replayed(lambda: (commit(), read())), 0, copy)
     micros = replayed(lambda: commit_and_read(**in_lists, backend="triton", tables=tables))
     line("commit_and_read, lists of layers", micros, 0, copy)
@@ -260,6 +199,29 @@ def measure(rows: int, layers: int, copy: float) -> None:
     line("conv_commit", micros, 2 * layers * rows * CHANNELS * TAPS * 2, copy)
     micros = eager(lambda: [x[..., 5 : 5 + TAPS].contiguous() for x in uncut])
     line("the same by torch, layer by layer, eager", micros, 0, copy)
+
+
+def measure_rules(copy: float) -> None:
+    """KDA, Mamba-2 and bfloat16 states, at the sizes of models that have them."""
+    print(f"\nother rules and states, 5 of {TOKENS} tokens kept", flush=True)
+    cases = (
+        ("KDA", 20, torch.float32),
+        ("Mamba-2", 24, torch.float32),
+        ("gated delta rule", 48, torch.bfloat16),
+    )
+    for rule, layers, dtype in cases:
+        for rows in (1, 8):
+            case = problem(layers, rows, 5, rule=rule, dtype=dtype)
+            heads, _, _, values = RULES[rule]
+            reads = case["queries"].nbytes + rows * QUERIES * layers * heads * values * 4
+            moved = 2 * case["states"].nbytes + record_bytes(case, 5)
+            name = f"{rule}, {layers} layers, {str(dtype).removeprefix('torch.')}, {rows} rows"
+            micros = replayed(lambda case=case: commit_and_read(**case, backend="triton"))
+            line(f"{name}: commit_and_read", micros, moved + reads, copy)
+            micros = replayed(lambda case=case: commit_and_read(**{**case, "queries": None}, backend="triton"))
+            line(f"{name}: commit", micros, moved, copy)
+            micros = replayed(lambda case=case: state_read(case["states"], case["queries"], backend="triton"))
+            line(f"{name}: state_read", micros, case["states"].nbytes + reads, copy)
 
 
 def chain(case: dict, commit: float, rank: int = 256, hidden: int = 5120) -> None:
@@ -295,46 +257,10 @@ def sweep(rows: int, layers: int, copy: float) -> None:
         shown = []
         for name, (module, factor, run) in runs.items():
             sizes = {"BV": tile, "num_warps": warps, "num_stages": 2}
-            with mock.patch.object(modules[module], "tiles", return_value=sizes):
+            with mock.patch.object(modules[module], "tiles", side_effect=lambda *_, sizes=sizes: dict(sizes)):
                 micros = replayed(run, 10)
             shown.append(f"{name} {micros:8.1f} ({factor * states.nbytes / (micros * 1e-6) / copy:4.0%})")
         print(f"  BV {tile:3} warps {warps}: {', '.join(shown)}", flush=True)
-
-
-def layer_inputs(layers: int, tokens: int, rows: int = 1) -> list[dict]:
-    """What `verify` gets in every layer, as a model has it in bfloat16."""
-
-    def normal(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(*size, device=DEVICE).to(dtype)
-
-    return [
-        {
-            "mixed_qkv": normal(rows, tokens, CHANNELS),
-            "conv_state": normal(rows, CHANNELS, TAPS),
-            "conv_weight": normal(CHANNELS, TAPS) * 0.3,
-            "conv_bias": None,
-            "a": normal(rows, tokens, HEADS),
-            "b": normal(rows, tokens, HEADS),
-            "A_log": normal(HEADS),
-            "dt_bias": normal(HEADS),
-            "state": normal(rows, HEADS, KEYS, VALUES, dtype=torch.float32) * 0.1,
-        }
-        for _ in range(layers)
-    ]
-
-
-def as_transformers(x: dict, rule: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """The same layer as transformers computes it, with a rule of fla."""
-    tokens = x["mixed_qkv"].shape[1]
-    window = torch.cat([x["conv_state"], x["mixed_qkv"].transpose(1, 2)], dim=-1)
-    mixed = torch.nn.functional.conv1d(window, x["conv_weight"][:, None], groups=CHANNELS)
-    mixed = torch.nn.functional.silu(mixed[..., -tokens:]).transpose(1, 2)
-    query, key, value = mixed.split([KEY_HEADS * KEYS, KEY_HEADS * KEYS, HEADS * VALUES], dim=-1)
-    query, key = (part.reshape(*part.shape[:2], KEY_HEADS, KEYS) for part in (query, key))
-    value, beta = value.reshape(*value.shape[:2], HEADS, VALUES), x["b"].sigmoid()
-    g = -x["A_log"].float().exp() * torch.nn.functional.softplus(x["a"].float() + x["dt_bias"])
-    options = {"initial_state": x["state"], "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    return rule(query, key, value, g=g, beta=beta, **options)[0]
 
 
 def measure_verify(layers: int, tokens: int) -> bool:
@@ -404,6 +330,7 @@ def main() -> int:
     for rows in (1, 8, 32):
         measure(rows, args.layers, copy)
         torch.cuda.empty_cache()
+    measure_rules(copy)
     ok = measure_verify(args.layers, 8) & measure_verify(args.layers, 16)
     for tokens in (8, 16) if args.sweep else ():
         sweep_verify(args.layers, tokens)

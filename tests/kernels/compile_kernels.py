@@ -16,15 +16,18 @@ from triton.compiler import ASTSource
 
 
 K, V, H, HK, J, T = 128, 128, 48, 16, 7, 8
+HOPPER = 90
 STATE, RECORD = "*fp32", "*bf16"
 
 
-def sources() -> dict[str, tuple[object, dict, dict, dict]]:
+def sources(capability: int) -> dict[str, tuple[object, dict, dict, dict]]:
     """By name: kernel, argument types, constants, options, for every entry of every configuration file."""
     names = ("triton_commit_read", "triton_conv", "triton_state_read", "triton_verify")
     commit, conv, read, verify = (importlib.import_module(f"ready_hf.kernels.{name}") for name in names)
     entries: dict[str, list[dict]] = {}
     for path in sorted((pathlib.Path(commit.__file__).parent / "configs").glob("*.json")):
+        if path.stem != "default" and capability != HOPPER:  # of one device
+            continue
         for name, found in json.loads(path.read_text()).items():
             known = entries.setdefault(name, [])
             for entry in found:
@@ -43,10 +46,13 @@ def sources() -> dict[str, tuple[object, dict, dict, dict]]:
     rule_pointers = dict.fromkeys(("mixed", "a", "b", "A_log", "dt_bias", "output", "beta"), RECORD)
     rule_pointers |= {"state": STATE, "g": STATE, "scale": "fp32"}
     rule_flags = {"H": H, "HK": HK, "K": K, "V": V, "BT": 32, "BK": K, "HAS_STATE": True, "s_v": 1}
+    few = {"BJ": 8}
     commits = {
-        "": {"READ": True, "PER_CHANNEL": False},
-        " without queries": {"READ": False, "PER_CHANNEL": False},
-        " of KDA": {"READ": True, "PER_CHANNEL": True},
+        "": {"READ": True, "PER_CHANNEL": False, **few},
+        " of bf16 products": {"READ": True, "PER_CHANNEL": False, **few, "PRECISION": "bf16"},
+        " with 15 queries": {"READ": True, "PER_CHANNEL": False, "J": 15},
+        " without queries": {"READ": False, "PER_CHANNEL": False, **few},
+        " of KDA": {"READ": True, "PER_CHANNEL": True, **few},
     }
     kernels = {
         f"commit_and_read{name}": (
@@ -58,7 +64,7 @@ def sources() -> dict[str, tuple[object, dict, dict, dict]]:
         for name, more in commits.items()
     }
     kernels |= {
-        "state_read": ("state_read", read.state_read_kernel, pointers, {**shape, **flags, "s_v": 1, "q_k": 1}),
+        "state_read": ("state_read", read.state_read_kernel, pointers, {**shape, **flags, **few, "s_v": 1, "q_k": 1}),
         "state_read_bwd": (
             "state_read_bwd",
             read.state_read_bwd_kernel,
@@ -70,23 +76,31 @@ def sources() -> dict[str, tuple[object, dict, dict, dict]]:
         "verify_rule": ("verify", verify.verify_rule_kernel, rule_pointers, rule_flags),
     }
     return {
-        f"{name} {entry}": (kernel, signature, {**constants, **_tiles(entry)[0]}, _tiles(entry)[1])
+        f"{name} {entry}": (
+            kernel,
+            signature,
+            {**constants, **_tiles(entry, constants)[0]},
+            _tiles(entry, constants)[1],
+        )
         for name, (key, kernel, signature, constants) in kernels.items()
         for entry in entries[key]
     }
 
 
-def _tiles(entry: dict) -> tuple[dict, dict]:
-    """Tile sizes, and compiler options."""
+def _tiles(entry: dict, constants: dict) -> tuple[dict, dict]:
+    """Tile sizes and flags, and compiler options, as the launches make them of an entry."""
     options = {key: entry[key] for key in ("num_warps", "num_stages")}
-    return {key: value for key, value in entry.items() if key.startswith("B")}, options
+    tiles = {key: value for key, value in entry.items() if key not in options}
+    if "EARLY_QUERY" in tiles:
+        tiles["EARLY_QUERY"] = bool(tiles["EARLY_QUERY"]) and constants["J"] * K <= 1024
+    return tiles, options
 
 
 def main(capability: int) -> None:
     """Prints `{kernel: {"registers": n, "spills": bytes, "wide_loads": n}}`."""
     tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     found = {}
-    for name, (kernel, pointers, constants, options) in sources().items():
+    for name, (kernel, pointers, constants, options) in sources(capability).items():
         signature = {arg: "constexpr" if arg in constants else pointers.get(arg, "i32") for arg in kernel.arg_names}
         index = {arg: i for i, arg in enumerate(kernel.arg_names)}
         # pointers and strides that are multiples of 16, as Triton finds them at a launch

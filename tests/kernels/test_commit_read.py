@@ -1,5 +1,6 @@
 """`commit_and_read` and `state_read` against the token-by-token reference in float64, in Triton's interpreter."""
 
+import importlib
 from dataclasses import dataclass
 
 import pytest
@@ -191,6 +192,21 @@ def test_out_of_place():
     assert error(out, wide.states) <= 3e-6
 
 
+@pytest.mark.parametrize("precision", ["ieee", "bf16"])
+def test_queries_loaded_before_the_replay(precision, monkeypatch):
+    """As the tile sizes of some devices have it; `bf16` rounds queries and state to 8 bits for the product."""
+    module = importlib.import_module("ready_hf.kernels.triton_commit_read")
+    sizes = {"BV": 32, "num_warps": 1, "num_stages": 2, "EARLY_QUERY": 1}
+    monkeypatch.setattr(module, "tiles", lambda *_: dict(sizes))
+    case = problem(length=5, accepted=[5, 4, 0])
+    expected = case.wide().run(backend="torch", read_dtype=torch.float64)
+    found = case.run(backend="triton", precision=precision)
+    bound = 3e-6 if precision == "ieee" else 1e-2
+    assert bound / 1e3 < error(found, expected) <= bound
+    alone = state_read(case.states, case.queries, backend="triton", precision=precision)
+    assert bound / 1e3 < error(alone, expected) <= bound
+
+
 @pytest.mark.parametrize("num_queries", [1, 8, 17])
 def test_queries_that_differ_from_row_to_row(num_queries):
     check(problem(conditioned=True, num_queries=num_queries, dtype=torch.bfloat16))
@@ -299,6 +315,8 @@ def test_unknown_options_are_refused():
     for backend in ("triton", "torch"):
         with pytest.raises(TypeError, match="precison"):
             problem().run(backend=backend, precison="ieee")
+        with pytest.raises(ValueError, match="must be one of tf32, ieee, bf16, got 'fp8'"):
+            problem().run(backend=backend, precision="fp8")
 
 
 def test_states_in_a_list_need_not_be_aligned():

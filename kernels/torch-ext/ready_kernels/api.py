@@ -18,6 +18,7 @@ from .verify_reference import Verified
 
 
 BACKENDS = ("auto", "triton", "torch")
+PRECISIONS = ("tf32", "ieee", "bf16")
 
 
 def commit_and_read(
@@ -50,8 +51,8 @@ def commit_and_read(
         l2norm (`bool`): Normalise the keys, where the model's own rule does it.
         read_dtype (`torch.dtype`): Of what is returned.
         backend (`str`): `"triton"`, `"torch"`, or `"auto"`: Triton on CUDA, torch elsewhere.
-        **options: Of the Triton kernel: `precision` of the read (`"tf32"` or `"ieee"`), and `tables`, addresses made
-            beforehand. The states themselves are always advanced in float32.
+        **options: Of the Triton kernel: `precision` of the products with queries (`"tf32"`, `"ieee"` or `"bf16"`),
+            and `tables`, addresses made beforehand. The states themselves are always advanced in float32.
 
     Returns:
         `torch.Tensor` of shape `[B, J, L, H, V]` or `None`: `S_n^T q_j`, contiguous, if there are queries; of the
@@ -160,6 +161,8 @@ def _check_options(options: dict[str, Any]) -> None:
     unknown = sorted(set(options) - {"precision", "tables"})
     if unknown:
         raise TypeError(f"unknown options {unknown}: allowed are precision and tables")
+    if options.get("precision", "tf32") not in PRECISIONS:
+        raise ValueError(f"`precision` must be one of {', '.join(PRECISIONS)}, got {options['precision']!r}")
 
 
 def _use_triton(backend: str, tensor: torch.Tensor) -> bool:

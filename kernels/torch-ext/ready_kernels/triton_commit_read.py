@@ -16,7 +16,40 @@ import triton.language as tl
 
 from ._checks import check_commit
 from ._launch import Layers, address_table, increment_versions, launches, on_device, power_of_2, require_kernels, tiles
+from ._products import read_state
 from .records import Records, Stacked
+
+
+@triton.jit
+def _record(p_key, p_value, p_g, p_beta, t, k_t, v_t, g_t, b_t, m_k, m_v, PER_CHANNEL: tl.constexpr):
+    """Key, value, log decay and strength of token t, float32."""
+    k = tl.load(p_key + t * k_t, mask=m_k, other=0.0)
+    v = tl.load(p_value + t * v_t, mask=m_v, other=0.0)
+    b = tl.load(p_beta + t * b_t)
+    if PER_CHANNEL:
+        g = tl.load(p_g + t * g_t, mask=m_k, other=0.0)
+    else:
+        g = tl.load(p_g + t * g_t)
+    return k.to(tl.float32), v.to(tl.float32), g.to(tl.float32), b.to(tl.float32)
+
+
+@triton.jit
+def _inverse_norm(k, L2NORM: tl.constexpr):
+    """1 / |k|, or 1."""
+    norm = 1.0
+    if L2NORM:
+        norm = 1.0 / tl.sqrt(tl.sum(k * k) + 1e-6)
+    return norm
+
+
+@triton.jit
+def _step(s, k, v, decay, strength, DELTA: tl.constexpr, L2NORM: tl.constexpr):
+    """The state after one token. The norm goes into the vectors of values, which are shorter than the keys."""
+    s = s * decay
+    norm = _inverse_norm(k, L2NORM)
+    if DELTA:
+        v = v - tl.sum(s * k[:, None], 0) * norm
+    return s + k[:, None] * (v * (strength * norm))[None, :]
 
 
 @triton.jit
@@ -59,6 +92,7 @@ def commit_read_kernel(
     DELTA: tl.constexpr,
     L2NORM: tl.constexpr,
     READ: tl.constexpr,
+    EARLY_QUERY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -115,40 +149,52 @@ def commit_read_kernel(
     if PER_CHANNEL:
         p_g += o_k * g_d
 
+    # All loads are on their way before anything waits for one: ptxas would put those of the state last, and those of
+    # the records behind the branch on n, were it not for the barrier. Tokens beyond n are loaded and not used.
+    last = num_tokens - 1
+    k0, v0, g0, b0 = _record(p_key, p_value, p_g, p_beta, 0, k_t, v_t, g_t, b_t, m_k, m_v, PER_CHANNEL)
+    k1, v1, g1, b1 = k0, v0, g0, b0
+    if not PER_CHANNEL:
+        second = tl.minimum(1, last)
+        k1, v1, g1, b1 = _record(p_key, p_value, p_g, p_beta, second, k_t, v_t, g_t, b_t, m_k, m_v, PER_CHANNEL)
     s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)  # [BK, BV]
+    tl.debug_barrier()
+    if READ:
+        p_query = query + i_l * q_l + i_b * q_b + i_h * q_h + o_j[:, None] * q_j + o_k[None, :] * q_k
+        m_query = (o_j < J)[:, None] & m_k[None, :]
+        if EARLY_QUERY:
+            q = tl.load(p_query, mask=m_query, other=0.0)
 
-    # the records of token t + 1 are on their way while token t is applied; the last one is fetched twice
-    next_k = tl.load(p_key, mask=m_k, other=0.0).to(tl.float32)
-    next_v = tl.load(p_value, mask=m_v, other=0.0).to(tl.float32)
-    next_b = tl.load(p_beta).to(tl.float32)
-    if PER_CHANNEL:
-        next_g = tl.load(p_g, mask=m_k, other=0.0).to(tl.float32)
-    else:
-        next_g = tl.load(p_g).to(tl.float32)
     t = 0
-    while t < n:
-        k = next_k
-        v = next_v
-        b = next_b
-        decay = tl.exp(next_g)
-        t += 1
-        ahead = tl.minimum(t, n - 1)
-        next_k = tl.load(p_key + ahead * k_t, mask=m_k, other=0.0).to(tl.float32)
-        next_v = tl.load(p_value + ahead * v_t, mask=m_v, other=0.0).to(tl.float32)
-        next_b = tl.load(p_beta + ahead * b_t).to(tl.float32)
-        if PER_CHANNEL:
-            next_g = tl.load(p_g + ahead * g_t, mask=m_k, other=0.0).to(tl.float32)
-            s = s * decay[:, None]
-        else:
-            next_g = tl.load(p_g + ahead * g_t).to(tl.float32)
-            s = s * decay
-        # the norm goes into the two vectors of values, which are shorter than the key a thread holds
-        norm = 1.0
-        if L2NORM:
-            norm = 1.0 / tl.sqrt(tl.sum(k * k) + 1e-6)
-        if DELTA:
-            v = v - tl.sum(s * k[:, None], 0) * norm
-        s = s + k[:, None] * (v * (b * norm))[None, :]
+    if PER_CHANNEL:
+        while t < n:
+            k, v, decay, strength = k0, v0, tl.exp(g0), b0
+            t += 1
+            ahead = tl.minimum(t, last)
+            k0, v0, g0, b0 = _record(p_key, p_value, p_g, p_beta, ahead, k_t, v_t, g_t, b_t, m_k, m_v, PER_CHANNEL)
+            s = _step(s, k, v, decay[:, None], strength, DELTA, L2NORM)
+    else:
+        # Two tokens a step: both sums over the state are of the state before the first, so they do not wait for one
+        # another. S_1^T k_2 needs the first update u_1 only through k_1 . k_2.
+        while t + 1 < n:
+            ka, va, decay_a, strength_a = k0, v0, tl.exp(g0), b0
+            kb, vb, decay_b, strength_b = k1, v1, tl.exp(g1), b1
+            t += 2
+            ahead = tl.minimum(t, last)
+            k0, v0, g0, b0 = _record(p_key, p_value, p_g, p_beta, ahead, k_t, v_t, g_t, b_t, m_k, m_v, PER_CHANNEL)
+            ahead = tl.minimum(t + 1, last)
+            k1, v1, g1, b1 = _record(p_key, p_value, p_g, p_beta, ahead, k_t, v_t, g_t, b_t, m_k, m_v, PER_CHANNEL)
+            norm_a = _inverse_norm(ka, L2NORM)
+            norm_b = _inverse_norm(kb, L2NORM)
+            if DELTA:
+                va = va - tl.sum(s * ka[:, None], 0) * (decay_a * norm_a)
+            ua = va * (strength_a * norm_a)
+            if DELTA:
+                vb = vb - (tl.sum(s * kb[:, None], 0) * decay_a + ua * tl.sum(ka * kb)) * (decay_b * norm_b)
+            ub = vb * (strength_b * norm_b)
+            s = s * (decay_a * decay_b) + ka[:, None] * (ua * decay_b)[None, :] + kb[:, None] * ub[None, :]
+        if t < n:
+            s = _step(s, k0, v0, tl.exp(g0), b0, DELTA, L2NORM)
 
     if IN_PLACE:
         if n > 0:  # a row that accepts nothing keeps its state bit for bit
@@ -156,9 +202,9 @@ def commit_read_kernel(
     else:
         tl.store(p_w, s.to(out.dtype.element_ty), mask=m_s)
     if READ:
-        p_query = query + i_l * q_l + i_b * q_b + i_h * q_h + o_j[:, None] * q_j + o_k[None, :] * q_k
-        q = tl.load(p_query, mask=(o_j < J)[:, None] & m_k[None, :], other=0.0).to(tl.float32)
-        read = tl.dot(q, s, input_precision=PRECISION)  # [BJ, BV]
+        if not EARLY_QUERY:
+            q = tl.load(p_query, mask=m_query, other=0.0)
+        read = read_state(q, s, PRECISION)  # [BJ, BV]
         tl.store(p_reads, read.to(reads.dtype.element_ty), mask=m_reads)
 
 
@@ -197,6 +243,8 @@ def commit_and_read(
         q_strides = (strides[-4], 0 if queries.dim() == 4 else strides[0], *strides[-3:])
         reads = accepted.new_empty((num_rows, num_queries, state.count, heads, v_dim), dtype=read_dtype)
     sizes = tiles("commit_and_read", state.tensor.device, (k_dim, v_dim), state.count * num_rows * heads)
+    # few queries find room in registers beside the state, so they are loaded before the tokens are replayed
+    early_query = bool(sizes.pop("EARLY_QUERY", 0)) and num_queries * k_dim <= 1024
     grid = (triton.cdiv(v_dim, sizes["BV"]) * heads * num_rows * state.count,)
     with on_device(state.tensor):
         commit_read_kernel[grid](
@@ -227,7 +275,7 @@ def commit_and_read(
             V=v_dim,
             J=num_queries,
             BK=power_of_2(k_dim, 16),
-            BJ=power_of_2(num_queries, 16),
+            BJ=power_of_2(num_queries, 8),
             STATE_TABLE=state_table,
             ALIGNED=not state_table or (state.is_aligned and written.is_aligned),
             RECORD_TABLE=record_table,
@@ -237,6 +285,7 @@ def commit_and_read(
             DELTA=delta,
             L2NORM=l2norm,
             READ=reads is not None,
+            EARLY_QUERY=early_query,
             PRECISION=precision,
             enable_fp_fusion=True,
             **sizes,

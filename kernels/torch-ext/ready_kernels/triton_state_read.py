@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ._checks import check_read
 from ._launch import Layers, address_table, launches, on_device, power_of_2, require_kernels, tiles, versions
+from ._products import read_state
 from .records import Stacked
 
 
@@ -58,8 +59,8 @@ def state_read_kernel(
     p_s += slot * s_b + i_h * s_h + o_k[:, None] * s_k + o_v[None, :] * s_v
     s = tl.load(p_s, mask=m_k[:, None] & m_v[None, :], other=0.0).to(tl.float32)  # [BK, BV]
     p_query = query + i_l * q_l + i_b * q_b + i_h * q_h + o_j[:, None] * q_j + o_k[None, :] * q_k
-    q = tl.load(p_query, mask=(o_j < J)[:, None] & m_k[None, :], other=0.0).to(tl.float32)
-    read = tl.dot(q, s, input_precision=PRECISION)
+    q = tl.load(p_query, mask=(o_j < J)[:, None] & m_k[None, :], other=0.0)
+    read = read_state(q, s, PRECISION)  # [BJ, BV]
     tl.store(p_reads, read.to(reads.dtype.element_ty), mask=m_reads)
 
 
@@ -161,7 +162,7 @@ class _StateRead(torch.autograd.Function):
                 V=v_dim,
                 J=num_queries,
                 BK=power_of_2(k_dim, 16),
-                BJ=power_of_2(num_queries, 16),
+                BJ=power_of_2(num_queries, 8),
                 STATE_TABLE=state.is_table,
                 ALIGNED=not state.is_table or state.is_aligned,
                 HAS_SLOTS=slots is not None,
@@ -203,7 +204,7 @@ class _StateRead(torch.autograd.Function):
                 STATE_TABLE=state.is_table,
                 ALIGNED=not state.is_table or state.is_aligned,
                 HAS_SLOTS=slots is not None,
-                PRECISION=ctx.precision,
+                PRECISION="tf32" if ctx.precision == "bf16" else ctx.precision,
                 enable_fp_fusion=True,
                 **sizes,
             )

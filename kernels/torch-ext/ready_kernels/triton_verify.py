@@ -77,6 +77,27 @@ def _softplus(x):
     return tl.maximum(x, 0.0) + 2.0 * z * series
 
 
+@triton.jit
+def _token(p_q, p_v, t, stride, to_key, m_k, m_v):
+    """Query, key and value of token t, float32."""
+    q = tl.load(p_q + t * stride, mask=m_k, other=0.0).to(tl.float32)
+    k = tl.load(p_q + t * stride + to_key, mask=m_k, other=0.0).to(tl.float32)
+    v = tl.load(p_v + t * stride, mask=m_v, other=0.0).to(tl.float32)
+    return q, k, v
+
+
+@triton.jit
+def _inverse_norm(x):
+    """1 / |x|."""
+    return tl.rsqrt(tl.sum(x * x) + 1e-6)
+
+
+@triton.jit
+def _gates(decays, strengths, o_t, t):
+    """Decay and strength of token t; of a token that is not there, 0."""
+    return tl.sum(tl.where(o_t == t, decays, 0.0)), tl.sum(tl.where(o_t == t, strengths, 0.0))
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def verify_rule_kernel(
     mixed, a, b, A_log, dt_bias, state,
@@ -128,29 +149,37 @@ def verify_rule_kernel(
     p_q = mixed + row * D + (i_h // (H // HK)) * K + o_k
     p_v = mixed + row * D + 2 * HK * K + i_h * V + o_v
     p_o = output + (row * H + i_h) * V + o_v
-    next_q = tl.load(p_q, mask=m_k, other=0.0)
-    next_k = tl.load(p_q + HK * K, mask=m_k, other=0.0)
-    next_v = tl.load(p_v, mask=m_v, other=0.0)
+    last = num_tokens - 1
+    # Two tokens a step, a and b: all four sums over the state are of the state before both, so that none waits for
+    # another. With S the state before and u the update of an unscaled key,
+    #     S_a^T q_a = decay_a S^T q_a + (k_a . q_a) u_a
+    #     S_b^T q_b = decay_b (decay_a S^T q_b + (k_a . q_b) u_a) + (k_b . q_b) u_b
+    # The next two tokens are on their way, and their norms computed, meanwhile. Where the number of tokens is odd, the
+    # last b is the last token once more, and nothing of it is kept.
+    qa, ka, va = _token(p_q, p_v, 0, D, HK * K, m_k, m_v)
+    qb, kb, vb = _token(p_q, p_v, tl.minimum(1, last), D, HK * K, m_k, m_v)
+    norm_ka, norm_qa, norm_kb, norm_qb = _inverse_norm(ka), _inverse_norm(qa), _inverse_norm(kb), _inverse_norm(qb)
+    ka_qa, ka_kb, ka_qb, kb_qb = tl.sum(ka * qa), tl.sum(ka * kb), tl.sum(ka * qb), tl.sum(kb * qb)
+    decay_a, strength_a = _gates(decays, strengths, o_t, 0)
+    decay_b, strength_b = _gates(decays, strengths, o_t, 1)
     t = 0
     while t < num_tokens:
-        q = next_q.to(tl.float32)
-        k = next_k.to(tl.float32)
-        v = next_v.to(tl.float32)
-        ahead = tl.minimum(t + 1, num_tokens - 1) * D  # the next token is on its way while this one is applied
-        next_q = tl.load(p_q + ahead, mask=m_k, other=0.0)
-        next_k = tl.load(p_q + ahead + HK * K, mask=m_k, other=0.0)
-        next_v = tl.load(p_v + ahead, mask=m_v, other=0.0)
-        decay = tl.sum(tl.where(o_t == t, decays, 0.0), 0)
-        strength = tl.sum(tl.where(o_t == t, strengths, 0.0), 0)
-        unit_k = tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-        unit_q = tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
-        # both reads are of the state before this token, so that neither waits for the other:
-        # S_t^T q = decay S^T q + (k . q) u, with u the update vector
-        update = (v - tl.sum(s * k[:, None], 0) * (decay * unit_k)) * (strength * unit_k)  # of the unscaled key
-        read = tl.sum(s * q[:, None], 0) * decay + update * tl.sum(k * q, 0)
-        tl.store(p_o + t * (H * V), (read * unit_q).to(output.dtype.element_ty), mask=m_v)
-        s = s * decay + k[:, None] * update[None, :]
-        t += 1
+        s_ka, s_qa = tl.sum(s * ka[:, None], 0), tl.sum(s * qa[:, None], 0)
+        s_kb, s_qb = tl.sum(s * kb[:, None], 0), tl.sum(s * qb[:, None], 0)
+        ua = (va - s_ka * (decay_a * norm_ka)) * (strength_a * norm_ka)
+        ub = (vb - (s_kb * decay_a + ua * ka_kb) * (decay_b * norm_kb)) * (strength_b * norm_kb)
+        read_a = (s_qa * decay_a + ua * ka_qa) * (norm_qa * scale)
+        read_b = ((s_qb * decay_a + ua * ka_qb) * decay_b + ub * kb_qb) * (norm_qb * scale)
+        tl.store(p_o + t * (H * V), read_a.to(output.dtype.element_ty), mask=m_v)
+        tl.store(p_o + (t + 1) * (H * V), read_b.to(output.dtype.element_ty), mask=o_v < tl.where(t < last, V, 0))
+        s = s * (decay_a * decay_b) + ka[:, None] * (ua * decay_b)[None, :] + kb[:, None] * ub[None, :]
+        t += 2
+        qa, ka, va = _token(p_q, p_v, tl.minimum(t, last), D, HK * K, m_k, m_v)
+        qb, kb, vb = _token(p_q, p_v, tl.minimum(t + 1, last), D, HK * K, m_k, m_v)
+        norm_ka, norm_qa, norm_kb, norm_qb = _inverse_norm(ka), _inverse_norm(qa), _inverse_norm(kb), _inverse_norm(qb)
+        ka_qa, ka_kb, ka_qb, kb_qb = tl.sum(ka * qa), tl.sum(ka * kb), tl.sum(ka * qb), tl.sum(kb * qb)
+        decay_a, strength_a = _gates(decays, strengths, o_t, t)
+        decay_b, strength_b = _gates(decays, strengths, o_t, t + 1)
 
 
 def verify(
