@@ -7,14 +7,83 @@ import sys
 
 import pytest
 import torch
+import transformers
 
 import ready_hf
 from ready_hf import fused_mixer, kernels, ops
-from ready_hf.target import GATED_DELTA_RULE, MixerCall, recurrent_layers
-from support import cache_argument, cache_of, random_prompt, states, tiny_target, worst_error
+from ready_hf.target import GATED_DELTA_RULE, MixerCall, observing_recurrence, recurrent_layers
+from support import (
+    BASE,
+    EXPERTS,
+    FAMILIES,
+    GATED_DELTA,
+    LAYER_TYPES,
+    NO_SPECIAL_TOKENS,
+    cache_argument,
+    cache_of,
+    partly_right,
+    random_prompt,
+    states,
+    tiny_target,
+    worst_error,
+)
 
 
 pytest.importorskip("triton")
+
+
+def qwen3_next(key_heads):
+    """With other groups of heads, what is cut out of the interleaved projections has other strides."""
+    heads = {**GATED_DELTA, "linear_num_key_heads": key_heads}
+    experts = {**EXPERTS, "intermediate_size": 96}
+    return transformers.Qwen3NextConfig(
+        layer_types=LAYER_TYPES, head_dim=16, **experts, **heads, **BASE, **NO_SPECIAL_TOKENS
+    )
+
+
+MORE_FAMILIES = {
+    "qwen3_next_one_key_head": lambda: qwen3_next(1),
+    "qwen3_next_equal_heads": lambda: qwen3_next(4),
+    "lara_mini": lambda: transformers.LaraMiniConfig(
+        layer_types=["linear_attention", "sliding_attention", "full_attention", "linear_attention"],
+        sliding_window=4,
+        head_dim=16,
+        **EXPERTS,
+        **GATED_DELTA,
+        **BASE,
+        **NO_SPECIAL_TOKENS,
+    ),
+    "qwen4_exp": lambda: transformers.Qwen4ExpTextConfig(
+        layer_types=LAYER_TYPES,
+        head_dim=16,
+        output_gate_type="sigmoid",
+        hc_count=2,
+        hc_lowrank=16,
+        ple_layer_ids=[1, 2],  # counted from 1: two more convolution windows in the cache layers of mixers
+        ple_embed_dim=32,
+        heads_per_ngram=2,
+        ngram_vocab_size_base=50,
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=64,
+        indexer_compress_ratio=4,
+        **EXPERTS,
+        **GATED_DELTA,
+        **BASE,
+        **{**NO_SPECIAL_TOKENS, "eos_token_id": 1},
+    ),
+}
+has_lara_mini = hasattr(transformers, "LaraMiniConfig")
+LARA_MINI = pytest.param("lara_mini", marks=pytest.mark.skipif(not has_lara_mini, reason="not in transformers 5.17"))
+KNOWN_FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", LARA_MINI, "qwen4_exp"]
+
+
+@pytest.fixture(autouse=True)
+def more_families(monkeypatch):
+    """For `tiny_target`."""
+    for name, config in MORE_FAMILIES.items():
+        monkeypatch.setitem(FAMILIES, name, config)
 
 
 @pytest.fixture
@@ -40,7 +109,7 @@ def verified(model, dtype=torch.float32, length=5, **inputs):
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", KNOWN_FAMILIES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
 @torch.no_grad()
 def test_a_fused_block_is_that_of_the_mixer(family, dtype, tolerance, forced):
@@ -49,21 +118,78 @@ def test_a_fused_block_is_that_of_the_mixer(family, dtype, tolerance, forced):
     ops.set_kernels("torch")
     expected, plain = verified(tiny_target(family), dtype)
     assert float((logits - expected).norm() / expected.norm()) <= tolerance
-    assert worst_error(states(cache), states(plain)) <= tolerance
+    assert worst_error(wide(cache), wide(plain)) <= tolerance
     windows = [[layer.conv_states[0] for layer in c.layers if hasattr(layer, "conv_states")] for c in (cache, plain)]
     for ours, stock in zip(*windows, strict=True):
         assert float((ours - stock).norm() / stock.norm()) <= tolerance
 
 
 @pytest.mark.contract
-def test_known_mixers_are_those_of_transformers():
+@pytest.mark.parametrize("family", [*KNOWN_FAMILIES, "qwen3_next_one_key_head", "qwen3_next_equal_heads"])
+@torch.no_grad()
+def test_a_partly_kept_fused_block_leaves_the_states_of_a_fresh_forward(family, forced):
+    """Two rows, of which one begins with padding; the second block starts from the states that the first one left."""
+    model = copy.deepcopy(tiny_target(family))
+    ready_hf.ensure_patched(model)
+    ids, mask = random_prompt(12, batch=2), torch.ones(2, 12, dtype=torch.long)
+    mask[1, :2] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+
+    def forward(start, stop, **inputs):
+        inputs = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop], **inputs}
+        return cache_of(model(ids[:, start:stop], use_cache=True, **inputs))
+
+    cache = forward(0, 7)
+    rollback = ready_hf.Rollback(cache)
+    for start, length, keep in ((7, 4, 3), (10, 2, 1)):
+        with rollback.recording(length):
+            forward(start, start + length, **cache_argument(cache))
+        rollback.commit(keep)
+    rollback.close()
+    assert forced["verify_rule"] == forced["verify_conv"] == 2 * len(recurrent_layers(model))
+    assert worst_error(wide(cache), wide(forward(0, 11))) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", LARA_MINI, "qwen4_exp"])
+def test_drafted_tokens_are_those_of_plain_decoding(family, forced):
+    """So are their logits: the tokens alone do not see every mistake."""
+    model, prompt = tiny_target(family), random_prompt(12)
+    options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    plain = model.generate(prompt, **options)
+    assert not forced["verify_rule"]
+    drafter = partly_right(plain.sequences, 0.5, block_size=3)
+    drafted = model.generate(prompt, assistant_model=drafter, **options)
+    assert torch.equal(drafted.sequences, plain.sequences)
+    torch.testing.assert_close(torch.stack(drafted.logits), torch.stack(plain.logits), rtol=1e-4, atol=1e-4)
+    assert forced["verify_rule"] >= 2 * len(recurrent_layers(model))
+
+
+def wide(cache):
+    """Its states; token ids, of which Qwen4-Exp keeps a window, as floats."""
+    return {name: x.float() for name, x in states(cache).items()}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(("module", "name"), sorted(fused_mixer.KNOWN_MIXERS))
+def test_known_mixers_are_those_of_transformers(module, name):
     """A renamed class would silently lose its fast path."""
-    for module, name in fused_mixer.KNOWN_MIXERS:
-        imported = pytest.importorskip(module)
-        assert hasattr(imported, name)
+    assert hasattr(pytest.importorskip(module), name)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "bamba"])
+@torch.no_grad()
+def test_a_mixer_takes_only_its_input_by_position():
+    model = tiny_target("qwen3_5")
+    mixer, x, mask = recurrent_layers(model)[0].mixer, torch.zeros(1, 3, model.config.hidden_size), torch.ones(1, 3)
+    calls = []  # `append` returns `None`, so that the mixer runs
+    with observing_recurrence(lambda call: call.run(), calls.append):
+        mixer(x, attention_mask=mask, **cache_argument(None))
+        mixer(hidden_states=x, attention_mask=mask)
+        mixer(x, None, mask)
+    assert len(calls) == 2
+    assert all(call.hidden_states is x and call.attention_mask is mask and call.cache is None for call in calls)
+
+
+@pytest.mark.parametrize("family", ["olmo_hybrid", "kimi_linear", "bamba"])
 @torch.no_grad()
 def test_other_mixers_run_as_always(family, forced):
     verified(tiny_target(family))

@@ -31,8 +31,8 @@ from support import (
 
 
 pytest.importorskip("triton")
-FUSED = ["qwen3_5"]
-OTHERS = ["qwen3_next", "kimi_linear", "bamba"]
+FUSED = ["qwen3_5", "qwen3_next"]
+OTHERS = ["kimi_linear", "bamba"]
 
 
 @pytest.fixture

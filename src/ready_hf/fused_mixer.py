@@ -6,6 +6,7 @@ mixer's own forward only while a block is recorded, only where kernels run, and 
 call is unusual; otherwise the mixer runs as always. `tests/test_fused_mixer.py` compares the two.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +18,29 @@ from ready_hf.ops import uses_kernels
 from ready_hf.target import GATED_DELTA_RULE, MixerCall, RecurrenceCall, is_untouched
 
 
-# by name and module: a subclass, or a remote-code copy, may do something else
-KNOWN_MIXERS = {
-    ("transformers.models.qwen3_5.modeling_qwen3_5", "Qwen3_5GatedDeltaNet"),
-    ("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"),
+Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _separate(mixer: Any, x: torch.Tensor) -> Projections:
+    return mixer.in_proj_qkv(x), mixer.in_proj_z(x), mixer.in_proj_b(x), mixer.in_proj_a(x)
+
+
+def _interleaved(mixer: Any, x: torch.Tensor) -> Projections:
+    """Every key head lies next to the value heads that share it."""
+    *qkv, z, b, a = mixer.fix_query_key_value_ordering(mixer.in_proj_qkvz(x), mixer.in_proj_ba(x))
+    return torch.cat([y.flatten(2) for y in qkv], dim=-1), z, b, a
+
+
+# What comes before the convolution, from hidden states `[B, T, hidden]`: queries, keys and values `[B, T, D]`, gate of
+# the norm `[B, T, H * V]` or `[B, T, H, V]`, and what gives write strength and decay, `[B, T, H]` each. Beyond that
+# these mixers differ at most in their norm, which is called as it is. By name and module: a subclass, or a remote-code
+# copy, may do something else.
+KNOWN_MIXERS: dict[tuple[str, str], Callable[[Any, torch.Tensor], Projections]] = {
+    ("transformers.models.lara_mini.modeling_lara_mini", "LaraMiniGatedDeltaNet"): _separate,
+    ("transformers.models.qwen3_5.modeling_qwen3_5", "Qwen3_5GatedDeltaNet"): _separate,
+    ("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"): _separate,
+    ("transformers.models.qwen3_next.modeling_qwen3_next", "Qwen3NextGatedDeltaNet"): _interleaved,
+    ("transformers.models.qwen4_exp.modeling_qwen4_exp", "Qwen4ExpTextGatedDeltaNet"): _separate,
 }
 
 
@@ -33,7 +53,7 @@ def fits(call: MixerCall, layer: Any, length: int) -> bool:
         length (`int`): Tokens of the block that is recorded.
     """
     mixer, hidden_states = call.mixer, call.hidden_states
-    if (type(mixer).__module__, type(mixer).__name__) not in KNOWN_MIXERS or not uses_kernels(hidden_states.device):
+    if _name(mixer) not in KNOWN_MIXERS or not uses_kernels(hidden_states.device):
         return False
     state, window = layer.recurrent_states[0], layer.conv_states[0]
     return (
@@ -65,7 +85,8 @@ def run(call: MixerCall, layer: Any) -> tuple[torch.Tensor, Record, torch.Tensor
     """
     mixer, hidden_states = call.mixer, call.masked_hidden_states()
     batch, length, _ = hidden_states.shape
-    state, mixed_qkv = layer.recurrent_states[0], mixer.in_proj_qkv(hidden_states)
+    state = layer.recurrent_states[0]
+    mixed_qkv, z, b, a = KNOWN_MIXERS[_name(mixer)](mixer, hidden_states)
     if mixed_qkv.dtype != layer.conv_states[0].dtype:
         return None
     found = kernels.verify(
@@ -73,8 +94,8 @@ def run(call: MixerCall, layer: Any) -> tuple[torch.Tensor, Record, torch.Tensor
         layer.conv_states[0],
         mixer.conv1d.weight.squeeze(1),
         mixer.conv1d.bias,
-        mixer.in_proj_a(hidden_states),
-        mixer.in_proj_b(hidden_states),
+        a,
+        b,
         mixer.A_log,
         mixer.dt_bias,
         state,
@@ -82,8 +103,7 @@ def run(call: MixerCall, layer: Any) -> tuple[torch.Tensor, Record, torch.Tensor
         head_k_dim=mixer.head_k_dim,
         backend="triton",
     )
-    gate = mixer.in_proj_z(hidden_states).reshape(-1, mixer.head_v_dim)
-    output = mixer.norm(found.output.reshape(-1, mixer.head_v_dim), gate)
+    output = mixer.norm(found.output.reshape(-1, mixer.head_v_dim), z.reshape(-1, mixer.head_v_dim))
     arguments = {
         "query": None,
         "key": found.key,
@@ -96,6 +116,10 @@ def run(call: MixerCall, layer: Any) -> tuple[torch.Tensor, Record, torch.Tensor
     recurrence = RecurrenceCall(GATED_DELTA_RULE, arguments, _not_run)
     record = Record(recurrence, length, base=state, is_frozen=True)
     return mixer.out_proj(output.reshape(batch, length, -1)), record, found.window
+
+
+def _name(mixer: Any) -> tuple[str, str]:
+    return type(mixer).__module__, type(mixer).__name__
 
 
 def _not_run() -> None:

@@ -423,9 +423,11 @@ def _wrap(original: Any, module: ModuleType, recurrence: Recurrence | None) -> C
 def _wrap_mixer(original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _thread.mixer_observer is not None and not args and "hidden_states" in kwargs:
+        # with more by position the mixer is left alone: only it knows their order
+        if _thread.mixer_observer is not None and len(args) + ("hidden_states" in kwargs) == 1:
             options = {name: x for name, x in kwargs.items() if name not in ("hidden_states", "attention_mask")}
-            call = MixerCall(self, kwargs["hidden_states"], kwargs.get("attention_mask"), options)
+            hidden_states = args[0] if args else kwargs["hidden_states"]
+            call = MixerCall(self, hidden_states, kwargs.get("attention_mask"), options)
             output = _thread.mixer_observer(call)
             if output is not None:
                 return output
