@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from ready_hf.checkpoints import last_complete_checkpoint
 from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors, legal_anchors
 from ready_hf.losses import DraftingLoss, LossSums
 from ready_hf.modeling_ready import ReadyDrafterModel
+from ready_hf.schedules import freeze_rest, split_reader_groups
 
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,9 @@ class ReadyTrainingArguments(TrainingArguments):
         confidence_weight (`float`): Weight of the confidence loss.
         loss_decay (`float`): Slot k has the weight exp(-k / loss_decay).
         max_logits_per_chunk (`int`): Most logits that exist at once.
+        reader_learning_rate (`float`, *optional*): Of the reader's parameters; default: `learning_rate`.
+        freeze_backbone_steps (`int`): Steps at the beginning in which only the reader learns. For a drafter that was
+            trained before, with a new reader (`ready_hf.schedules.add_reader`).
     """
 
     num_anchors: int = field(default=16, metadata={"help": "Blocks per row and step."})
@@ -50,6 +55,8 @@ class ReadyTrainingArguments(TrainingArguments):
     confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence loss."})
     loss_decay: float = field(default=4.0, metadata={"help": "Slot k has the weight exp(-k / loss_decay)."})
     max_logits_per_chunk: int = field(default=2**27, metadata={"help": "Most logits that exist at once."})
+    reader_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of the reader."})
+    freeze_backbone_steps: int = field(default=0, metadata={"help": "Steps in which only the reader learns."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "The collator chooses the columns."})
     report_to: str = field(default="none", metadata={"help": "Where to report to."})
     ddp_find_unused_parameters: bool | None = field(
@@ -68,6 +75,10 @@ class ReadyTrainingArguments(TrainingArguments):
         weights = {n: getattr(self, n) for n in ("cross_entropy_weight", "distance_weight", "confidence_weight")}
         if not (min(weights.values()) >= 0 and sum(weights.values()) > 0):
             raise ValueError(f"the weights of the loss must be 0 or more, and one of them above 0, got {weights}")
+        if self.reader_learning_rate is not None and not self.reader_learning_rate >= 0:
+            raise ValueError(f"`reader_learning_rate` must be 0 or more, got {self.reader_learning_rate}")
+        if self.freeze_backbone_steps < 0:
+            raise ValueError(f"`freeze_backbone_steps` must be 0 or more, got {self.freeze_backbone_steps}")
         if not self.loss_decay > 0:
             raise ValueError(f"`loss_decay` must be above 0 (infinite for equal weights), got {self.loss_decay}")
         if self.remove_unused_columns:
@@ -223,6 +234,11 @@ class ReadyTrainer(Trainer):
                 "one process per GPU (`torchrun --nproc-per-node ...` or `accelerate launch ...`), or show this one a "
                 "single GPU (`CUDA_VISIBLE_DEVICES=0`)"
             )
+        if model.reader is None and (args.freeze_backbone_steps or args.reader_learning_rate is not None):
+            raise ValueError(
+                "`freeze_backbone_steps` and `reader_learning_rate` are for drafters with a reader, and this one has "
+                "none: leave them out, or give it one with `ready_hf.schedules.add_reader(drafter, target)`"
+            )
         self._frozen = FrozenTarget(target, model.config)
         kwargs.setdefault("data_collator", DraftingCollator())
         super().__init__(model=model, args=args, **kwargs)
@@ -232,6 +248,29 @@ class ReadyTrainer(Trainer):
         self._evaluated: list[LossSums] = []
         if not (getattr(target, "hf_device_map", None) or getattr(target, "is_quantized", False)):
             target.to(args.device)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """As in `Trainer`; `resume_from_checkpoint=True` takes the newest checkpoint that is complete."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(last_complete_checkpoint(self.args.output_dir))
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As in `Trainer`, with the reader in groups of its own if it learns differently."""
+        is_new, options = self.optimizer is None, self.args
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if is_new and (options.reader_learning_rate is not None or options.freeze_backbone_steps):
+            rate = options.learning_rate if options.reader_learning_rate is None else options.reader_learning_rate
+            split_reader_groups(optimizer, self.model.reader.parameters(), rate)
+        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """As in `Trainer`; everything but the reader waits for `freeze_backbone_steps` steps."""
+        is_new = self.lr_scheduler is None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if is_new and self.args.freeze_backbone_steps:
+            freeze_rest(self.optimizer if optimizer is None else optimizer, scheduler, self.args.freeze_backbone_steps)
+        return scheduler
 
     @property
     def num_skipped_steps(self) -> int:

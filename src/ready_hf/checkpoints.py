@@ -1,0 +1,75 @@
+"""Which checkpoint of an interrupted training to go on from.
+
+transformers takes the one with the highest number, even if a kill in the middle of saving left it empty. The trainer's
+state is written last, so a folder with a readable one and whole files is complete.
+"""
+
+import json
+import logging
+import re
+import zipfile
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def last_complete_checkpoint(folder: str | Path) -> Path:
+    """The newest complete checkpoint in an output folder; newer ones that are not are named in a warning.
+
+    Args:
+        folder (`str` or `Path`): `output_dir` of the training.
+
+    Raises:
+        ValueError: none, and why not.
+    """
+    found = sorted(
+        (int(match[1]), path)
+        for path in (Path(folder).iterdir() if Path(folder).is_dir() else ())
+        if path.is_dir() and (match := _NAME.fullmatch(path.name))
+    )
+    skipped: list[str] = []
+    for _, path in reversed(found):
+        problem = incomplete(path)
+        if problem is None:
+            if skipped:
+                logger.warning("ready_hf: going on from %s; skipped %s", path.name, "; ".join(skipped))
+            return path
+        skipped.append(f"{path.name} ({problem})")
+    reason = f"none is complete: {'; '.join(skipped)}" if skipped else "there is none"
+    raise ValueError(
+        f"no checkpoint to go on from in {str(folder)!r}: {reason}. Start without `resume_from_checkpoint`"
+    )
+
+
+def incomplete(checkpoint: Path) -> str | None:
+    """What a checkpoint folder lacks; `None` if it is complete."""
+    state = checkpoint / TRAINER_STATE_NAME
+    if not state.is_file():
+        return f"no {TRAINER_STATE_NAME}"
+    try:
+        step = json.loads(state.read_text(encoding="utf-8"))["global_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{TRAINER_STATE_NAME} cannot be read"
+    if checkpoint.name != f"checkpoint-{step}":
+        return f"{TRAINER_STATE_NAME} is of step {step}"
+    weights = checkpoint / SAFE_WEIGHTS_NAME
+    if weights.is_file():
+        try:
+            with safe_open(weights, "pt") as file:  # compares the header with the size of the file
+                file.keys()
+        except (OSError, SafetensorError):
+            return f"{SAFE_WEIGHTS_NAME} cannot be read"
+    elif not any(checkpoint.glob("*.index.json")) and not any(checkpoint.glob("pytorch_model_fsdp*")):
+        return "no weights"
+    for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
+        path = checkpoint / name
+        if path.is_file() and not zipfile.is_zipfile(path):
+            return f"{name} is cut off"
+    return None

@@ -1,0 +1,221 @@
+"""Training in stages: a new reader, its learning rate, and the rest frozen meanwhile; and where a run goes on."""
+
+import logging
+import shutil
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from ready_hf import ReadyDrafterModel
+from ready_hf.checkpoints import last_complete_checkpoint
+from ready_hf.schedules import add_reader
+from support import drafter_for, random_prompt, tiny_target, trained_target
+
+
+pytest.importorskip("accelerate")
+from ready_hf.training import ReadyTrainer, ReadyTrainingArguments  # noqa: E402
+
+
+FAMILIES = ("qwen3_5", "kimi_linear", "bamba")
+
+
+def dspark(target, **options):
+    return drafter_for(target, reader=False, **options)
+
+
+def trainer_for(folder, drafter, target, callbacks=None, **options):
+    options = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "num_anchors": 3,
+        **options,
+    }
+    rows = [{"input_ids": row} for row in random_prompt(24, batch=8, seed=3)]
+    arguments = ReadyTrainingArguments(str(folder), **options)
+    datasets = {"train_dataset": rows, "eval_dataset": rows}
+    return ReadyTrainer(drafter, arguments, target=target, callbacks=callbacks, **datasets)
+
+
+class Snapshots(TrainerCallback):
+    """Weights after every step, and stops after one of them."""
+
+    def __init__(self, stop=None):
+        self.weights, self.stop = {}, stop
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.weights[state.global_step] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        control.should_training_stop |= state.global_step == self.stop
+
+
+def moved(one, other):
+    """Whether parameters of the reader, and of the rest, differ at all."""
+    differ = {name: not torch.equal(value, other[name]) for name, value in one.items()}
+    reader = [value for name, value in differ.items() if name.startswith("reader.")]
+    rest = [value for name, value in differ.items() if not name.startswith("reader.")]
+    return any(reader), any(rest)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_new_reader_changes_no_draft(tmp_path, family):
+    target = tiny_target(family)
+    first = dspark(target, seed=3)
+    made = add_reader(first, target, reader_rank=8)
+    assert made.config.has_reader
+    assert not first.config.has_reader
+    assert (made.config.reader_rank, made.config.block_size) == (8, first.config.block_size)
+    rows = [{"input_ids": row} for row in random_prompt(24, batch=4)]
+    options = {"anchor_stride": 8} if family != "qwen3_5" else {}
+    one, other = (trainer_for(tmp_path, d, target, **options).evaluate(rows) for d in (first, made))
+    assert one["eval_tau"] == pytest.approx(other["eval_tau"], rel=1e-6)
+    assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-6)
+    with torch.no_grad():
+        made.reader.up_proj.weight.normal_()
+    assert trainer_for(tmp_path, made, target, **options).evaluate(rows)["eval_loss"] != pytest.approx(
+        one["eval_loss"], rel=1e-4
+    )
+    for name, value in first.state_dict().items():
+        assert torch.equal(made.state_dict()[name], value)
+
+
+def test_a_new_reader_is_refused_where_it_does_not_fit():
+    target = tiny_target("qwen3_5")
+    with pytest.raises(ValueError, match="has a reader already"):
+        add_reader(drafter_for(target), target)
+    with pytest.raises(ValueError, match="can be chosen for a reader, got block_size"):
+        add_reader(dspark(target), target, block_size=4)
+    with pytest.raises(ValueError, match="was not made for"):
+        add_reader(dspark(target), trained_target())
+
+
+def test_the_rest_is_frozen_to_the_last_bit_and_then_moves(tmp_path):
+    target = tiny_target("qwen3_5")
+    drafter = add_reader(dspark(target), target)
+    snapshots = Snapshots()
+    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    trainer = trainer_for(tmp_path, drafter, target, [snapshots], freeze_backbone_steps=2, reader_learning_rate=3e-2)
+    trainer.train()
+    assert moved(before, snapshots.weights[2]) == (True, False)
+    assert moved(snapshots.weights[2], snapshots.weights[3]) == (True, True)
+    rates = {bool(g.get("is_reader")): g["initial_lr"] for g in trainer.optimizer.param_groups}
+    assert rates == {False: 1e-2, True: 3e-2}
+    decays = {(bool(g.get("is_reader")), g["weight_decay"]) for g in trainer.optimizer.param_groups}
+    assert decays >= {(True, 0.1), (False, 0.1), (False, 0.0)}
+    held = [id(p) for g in trainer.optimizer.param_groups for p in g["params"]]
+    assert sorted(held) == sorted(map(id, drafter.parameters()))  # every parameter once
+
+
+def test_a_rate_of_zero_for_the_reader_leaves_it_alone(tmp_path):
+    target = tiny_target("qwen3_5")
+    drafter, snapshots = drafter_for(target), Snapshots()
+    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    trainer_for(tmp_path, drafter, target, [snapshots], reader_learning_rate=0.0).train()
+    assert moved(before, snapshots.weights[4]) == (False, True)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_resumed_stage_is_the_straight_one(tmp_path, stop):
+    """Before, at and after the end of the frozen steps."""
+    target = tiny_target("qwen3_5")
+    options = {
+        "freeze_backbone_steps": 2,
+        "reader_learning_rate": 3e-2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 1,
+    }
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    straight = trainer_for(tmp_path / "a", add_reader(dspark(target), target), target, **options)
+    straight.train()
+    trainer_for(
+        tmp_path / "b", add_reader(dspark(target), target), target, [Snapshots(stop)], **options, **saving
+    ).train()
+    resumed = trainer_for(tmp_path / "b", add_reader(dspark(target, seed=9), target), target, **options, **saving)
+    resumed.train(resume_from_checkpoint=True)
+
+    def history(trainer):
+        return [(e["step"], e["loss"], e["learning_rate"]) for e in trainer.state.log_history if "loss" in e]
+
+    for one, other in zip(history(straight), history(resumed), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    for (name, value), other in zip(straight.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.allclose(value, other, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"freeze_backbone_steps": -1}, "`freeze_backbone_steps` must be 0 or more, got -1"),
+        ({"reader_learning_rate": float("nan")}, "`reader_learning_rate` must be 0 or more, got nan"),
+        (
+            {"freeze_backbone_steps": 2, "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"},
+            "depends on the step alone",
+        ),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(tmp_path, options, message):
+    target = tiny_target("qwen3_5")
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, drafter_for(target), target, **options).train()
+
+
+@pytest.mark.parametrize("options", [{"freeze_backbone_steps": 1}, {"reader_learning_rate": 1e-3}])
+def test_stages_need_a_reader(tmp_path, options):
+    target = tiny_target("qwen3_5")
+    with pytest.raises(ValueError, match="this one has none: leave them out, or give it one"):
+        trainer_for(tmp_path, dspark(target), target, **options)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A training with three checkpoints."""
+    folder, target = tmp_path_factory.mktemp("run"), tiny_target("qwen3_5")
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    trainer_for(folder, drafter_for(target), target, **options).train()
+    return folder
+
+
+FAULTS = {
+    "an empty folder": lambda path: [file.unlink() for file in path.iterdir()],
+    "no state": lambda path: (path / "trainer_state.json").unlink(),
+    "half a state": lambda path: (path / "trainer_state.json").write_text('{"global_step": 3, "ep'),
+    "half the weights": lambda path: cut(path / "model.safetensors"),
+    "no weights": lambda path: (path / "model.safetensors").unlink(),
+    "half an optimizer": lambda path: cut(path / "optimizer.pt"),
+    "half a scheduler": lambda path: cut(path / "scheduler.pt"),
+}
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_incomplete_checkpoint_is_passed_over_and_named(run, tmp_path, caplog, fault):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    assert last_complete_checkpoint(folder).name == "checkpoint-3"
+    FAULTS[fault](folder / "checkpoint-3")
+    with caplog.at_level(logging.WARNING, "ready_hf"):
+        assert last_complete_checkpoint(folder).name == "checkpoint-2"
+    assert "skipped checkpoint-3 (" in caplog.text
+    target = tiny_target("qwen3_5")
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    trainer_for(folder, drafter_for(target), target, **options).train(resume_from_checkpoint=True)
+    straight, again = (ReadyDrafterModel.from_pretrained(x / "checkpoint-3") for x in (run, folder))
+    for value, other in zip(straight.parameters(), again.parameters(), strict=True):
+        assert torch.allclose(value, other, atol=1e-6)
+
+
+def test_nothing_to_go_on_from_is_said(run, tmp_path):
+    target = tiny_target("qwen3_5")
+    with pytest.raises(ValueError, match="there is none. Start without"):
+        trainer_for(tmp_path, drafter_for(target), target).train(resume_from_checkpoint=True)
+    (tmp_path / "checkpoint-5").mkdir()
+    with pytest.raises(ValueError, match=r"none is complete: checkpoint-5 \(no trainer_state.json\)"):
+        last_complete_checkpoint(tmp_path)
