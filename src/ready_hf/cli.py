@@ -14,9 +14,24 @@ import ready_hf
 from ready_hf.demo import run_demo
 from ready_hf.demo_prompts import UsageError
 from ready_hf.demo_settings import Settings
+from ready_hf.evaluation import CONTEXT_EDGES
+from ready_hf.evaluation_command import EvaluationSettings, run_evaluation
+from ready_hf.verify_command import VerifySettings, run_verify
 
 
 app = typer.Typer(name="ready-hf", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+TARGET = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="Folder or Hub name of a language model. [default: the one that ships]"),
+]
+DRAFTERS = Annotated[
+    list[str] | None,
+    typer.Option(metavar="MODEL", help="Folder or Hub name of a drafter made for it; may be given several times."),
+]
+DEVICE = Annotated[str, typer.Option(help="cpu, cuda or cuda:NUMBER.")]
+DTYPE = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -34,14 +49,8 @@ def root(
 
 @app.command()
 def demo(
-    target: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Folder or Hub name of a language model. [default: the one that ships]"),
-    ] = None,
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MODEL", help="Folder or Hub name of a drafter made for it; may be given several times."),
-    ] = None,
+    target: TARGET = None,
+    drafter: DRAFTERS = None,
     prompts_file: Annotated[
         Path | None, typer.Option(help='Lines of {"prompt": "..."} or {"turns": ["..."]}. [default: held-out code]')
     ] = None,
@@ -51,8 +60,8 @@ def demo(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest text.")] = 64,
     temperature: Annotated[int | None, typer.Option(help="Only one table: 1 (sampling) or 0 (greedy).")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:NUMBER.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: DEVICE = "cpu",
+    dtype: DTYPE = "float32",
     plot: Annotated[
         Path | None, typer.Option(help="Draw acceptance by position into this file (.png, .svg or .pdf).")
     ] = None,
@@ -76,6 +85,100 @@ def demo(
         reader_check=reader_check,
     )
     return run_demo(settings)
+
+
+@app.command("eval")
+def evaluate(
+    target: TARGET = None,
+    drafter: DRAFTERS = None,
+    prompts_file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help='Lines of {"prompt": "..."} or {"turns": ["..."]}, with "task" or "category" if not the file\'s name '
+            "is the task; may be given several times. [default: held-out code]"
+        ),
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(help="Prompts of each file. [default: all]")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest text.")] = 128,
+    temperature: Annotated[int | None, typer.Option(help="Only 1 (sampling) or 0 (greedy). [default: both]")] = None,
+    context_edges: Annotated[
+        str, typer.Option(metavar="TOKENS,...", help="Borders of the context lengths that acceptance is split by.")
+    ] = ",".join(map(str, CONTEXT_EDGES)),
+    lookup: Annotated[bool, typer.Option("--lookup", help="Prompt lookup as one more drafter.")] = False,
+    break_even: Annotated[
+        bool, typer.Option("--break-even", help="Measure rounds at several block lengths: is it worth it, and where?")
+    ] = False,
+    device: DEVICE = "cpu",
+    dtype: DTYPE = "float32",
+    seed: Annotated[int, typer.Option(help="Of the samples and of the bootstrap.")] = 0,
+    resamples: Annotated[int, typer.Option(help="Of the bootstrap over prompts.")] = 2000,
+    json: Annotated[Path | None, typer.Option(help="Write every figure and text length into this file.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the report into this file, too.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw acceptance into this file (.png, .svg or .pdf).")] = None,
+) -> int:
+    """Decode prompt files with several drafters and plainly: accepted length, speed, identity, with intervals."""
+    settings = EvaluationSettings(
+        target=target,
+        drafters=tuple(drafter or ()),
+        prompts_files=tuple(prompts_file or ()),
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        device=device,
+        dtype=dtype,
+        plot=plot,
+        context_edges=_edges(context_edges),
+        lookup=lookup,
+        break_even=break_even,
+        seed=seed,
+        resamples=resamples,
+        json=json,
+        markdown=markdown,
+    )
+    return run_evaluation(settings)
+
+
+@app.command()
+def verify(
+    target: TARGET = None,
+    drafter: DRAFTERS = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(
+            help='Lines of {"prompt": "..."} or {"turns": ["..."]}. [default: held-out code for the target that '
+            "ships, else built-in texts]"
+        ),
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(help="Prompts to decode. [default: 2]")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest text; at least two blocks.")] = 32,
+    block_size: Annotated[
+        int | None, typer.Option(help="Drafts per block of the forced rejections. [default: the drafter's, or 8]")
+    ] = None,
+    device: DEVICE = "cpu",
+    dtype: DTYPE = "float32",
+    json: Annotated[Path | None, typer.Option(help="Write the verdict into this file, too.")] = None,
+) -> int:
+    """Is drafted decoding lossless here? Exit code 0: yes, 1: no, 2: cannot be asked."""
+    settings = VerifySettings(
+        target=target,
+        drafters=tuple(drafter or ()),
+        prompts_file=prompts_file,
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        device=device,
+        dtype=dtype,
+        block_size=block_size,
+        json=json,
+    )
+    return run_verify(settings)
+
+
+def _edges(text: str) -> tuple[int, ...]:
+    """`"256,1024"` as numbers; none for an empty text."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UsageError(f"--context-edges must be numbers of tokens with commas, 256,1024, got {text!r}") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ is derived by `ReadyDrafterConfig.for_target`; `check_target` names what does no
 
 import difflib
 import logging
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import fields
@@ -64,6 +65,8 @@ class ReadyDrafterConfig(PreTrainedConfig):
         confidence_head_with_markov (`bool`): Whether the confidence head sees the previous token too.
         confidence_threshold (`float`): A block is cut before the first draft that all before it and itself survive
             with less than this probability, by the confidence head; 0 never cuts.
+        confidence_temperatures (`list[float]`, *optional*): What the confidence's logits at draft 1, 2, ... are
+            divided by, `block_size` numbers above 0 (see `ready_hf.calibration`); `None` for 1.
         state_layer_ids (`list[int]`, *optional*): Recurrent layers whose committed states are read; `None` for no
             reader, which is DSpark.
         state_shape (`list[int]`, *optional*): `[H, K, V]` of one state.
@@ -115,6 +118,7 @@ class ReadyDrafterConfig(PreTrainedConfig):
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
     confidence_threshold: float | int = 0.0
+    confidence_temperatures: list[float] | None = None
 
     state_layer_ids: list[int] | None = None
     state_shape: list[int] | None = None
@@ -175,12 +179,23 @@ class ReadyDrafterConfig(PreTrainedConfig):
             raise ValueError(f"`confidence_threshold` must be in [0, 1), got {self.confidence_threshold}")
         if self.confidence_threshold and not self.enable_confidence_head:
             raise ValueError("`confidence_threshold` needs `enable_confidence_head=True`")
+        if self.confidence_temperatures is not None:
+            self._validate_temperatures(self.confidence_temperatures)
         if self.markov_rank < 0:
             raise ValueError(f"`markov_rank` must be 0 (no sequential head) or more, got {self.markov_rank}")
         self._validate_layers()
         if self.has_reader:
             self._validate_reader()
         super().validate_architecture()
+
+    def _validate_temperatures(self, temperatures: list[float]) -> None:
+        if not self.enable_confidence_head:
+            raise ValueError("`confidence_temperatures` needs `enable_confidence_head=True`")
+        if len(temperatures) != self.block_size or not all(0 < t < math.inf for t in temperatures):
+            raise ValueError(
+                f"`confidence_temperatures` must be {self.block_size} numbers above 0 (`block_size`), got "
+                f"{temperatures}"
+            )
 
     def _validate_layers(self) -> None:
         kinds = self.layer_types or []

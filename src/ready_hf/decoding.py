@@ -133,7 +133,7 @@ def speculative_decoding(
 
             # 2. verify
             rows = sequences.num_emitting
-            call.stats.count_round(length - 1, rows)
+            call.stats.count_round(length - 1, rows, sequences.ids.shape[1] - 1)
             with call.timing("verify"), _reading_target(generator):
                 outputs = _verify(model, candidates, length, rollback, model_kwargs, generator)
                 logits = _last_logits(outputs, length, input_ids)
@@ -152,8 +152,7 @@ def speculative_decoding(
                 if keep < length - 1:
                     call.stats.count_accepted(keep, column.num_drafts)
                 keep += 1
-                call.stats.new_tokens += rows
-                call.stats.round_tokens += rows
+                call.stats.count_tokens(rows)
                 if sequences.append(column):
                     break
 

@@ -15,7 +15,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -30,13 +29,13 @@ from ready_hf import plots, shipped
 from ready_hf.candidates import Drafter, PromptLookupDrafter
 from ready_hf.demo_prompts import SHORTEST_TEXT, Prompt, UsageError, read_prompts, reason_to_drop
 from ready_hf.demo_settings import Settings, load_drafters, load_target
+from ready_hf.quiet import quiet, use_few_threads
 from ready_hf.reader_check import DECODING, RULE, aligned, check_reader
 from ready_hf.statistics import DecodingStats, record_stats
 
 
 BUDGET = 60.0  # seconds for the prompts, if their number is not given
 CHECK_PROMPTS = 12  # of the reader check, if their number is not given
-SMALL = 20e6  # parameters: a model below this gains nothing from a second CPU thread
 
 
 @dataclass
@@ -197,11 +196,10 @@ def run_demo(settings: Settings) -> int:
     """
     settings.check()
     prompts = read_prompts(settings.prompts_file or Path(shipped.small_target_path()) / "prompts.jsonl")
-    with _quiet():
+    with quiet():
         target, tokenizer = load_target(settings)
         models = load_drafters(target, settings)
-        if settings.device == "cpu" and target.num_parameters() < SMALL:
-            torch.set_num_threads(1)
+        use_few_threads(target)
         sizes = [f"{name} {model.num_parameters() / 1e6:.2f} M" for name, model in models.items()]
         kind = f"{type(target).__name__} of {target.num_parameters() / 1e6:.2f} M parameters"
         where = f"{torch.get_num_threads()} CPU thread(s)" if settings.device == "cpu" else settings.device
@@ -312,22 +310,6 @@ def _now(target: PreTrainedModel) -> float:
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
     return time.perf_counter()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' notes and bars; they and the number of threads are put back."""
-    level, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
-    had_bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(level)
-        torch.set_num_threads(threads)
-        if had_bars:
-            transformers.logging.enable_progress_bar()
 
 
 if __name__ == "__main__":

@@ -31,11 +31,13 @@ class Prompt:
         text (`str`): The text.
         source (`str`): Name and version of the package it was cut from; empty if the file does not say.
         is_turn (`bool`): Whether it is a turn of a conversation, for a chat template.
+        task (`str`): What kind of prompt it is, by the file; empty if it does not say.
     """
 
     text: str
     source: str = ""
     is_turn: bool = False
+    task: str = ""
 
     def encode(
         self, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu"
@@ -54,7 +56,8 @@ class Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of a file with one JSON object per line: `{"prompt": "..."}`, or `{"turns": ["...", ...]}`.
 
-    Of several turns only the first is used. `package` and `version`, if there, say where a prompt comes from.
+    Of several turns only the first is used. `package` and `version`, if there, say where a prompt comes from, `task`
+    (or `category`) what kind of prompt it is.
 
     Raises:
         UsageError: no such file, no UTF-8, nothing in it, or a line that is something else, by its number.
@@ -113,7 +116,10 @@ def _prompt(line: str, where: str) -> Prompt:
     if not all(_is_unicode(turn) for turn in turns):
         raise UsageError(f"{where}: a prompt holds half of a surrogate pair, which is no text")
     source = " ".join(str(row[name]) for name in ("package", "version") if row.get(name))
-    return Prompt(turns[0], source, is_turn="prompt" not in row)
+    task = row.get("task") or row.get("category") or ""
+    if not isinstance(task, str):
+        raise UsageError(f"{where}: `task` (or `category`) must be a text, got {type(task).__name__}")
+    return Prompt(turns[0], source, is_turn="prompt" not in row, task=task)
 
 
 def _is_unicode(text: str) -> bool:

@@ -84,6 +84,8 @@ class DraftSession:
         self._head: nn.Module = target.get_output_embeddings()
         by_index = {layer.layer_idx: layer for layer in recurrent_layers(target)}
         self._state_layers = [by_index[i] for i in config.state_layer_ids or ()]
+        self._threshold = config.confidence_threshold
+        self._temperatures = config.confidence_temperatures or [1.0] * config.block_size
         self._cache = DynamicCache(config=config)
         is_windowed = "full_attention" not in (config.layer_types or ())
         # most context rows that any slot's window reaches; None without a limit
@@ -161,7 +163,7 @@ class DraftSession:
         self, hidden_states: torch.Tensor, logits: torch.Tensor, context: DraftContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Drafts left to right, from the head's logits `[B, n, V]` and the sequential head's corrections."""
-        markov, threshold = self._drafter.markov_head, self._config.confidence_threshold
+        markov, threshold = self._drafter.markov_head, self._threshold
         previous, latent = context.input_ids[:, -1].to(logits.device), None
         survival = torch.ones(len(previous), device=logits.device)
         drafts: list[torch.Tensor] = []
@@ -171,7 +173,8 @@ class DraftSession:
             hidden = hidden_states[:, k]
             if threshold:
                 # decided before draft k is drawn, so that the choice of the length tells nothing about it
-                survival = survival * torch.sigmoid(self._drafter.confidence_logits(hidden, previous))
+                confidence = self._drafter.confidence_logits(hidden, previous) / self._temperatures[k]
+                survival = survival * torch.sigmoid(confidence)
                 if float(survival.max()) < threshold:  # in every row; waits for the device
                     break
             step_logits = logits[:, k]

@@ -76,3 +76,60 @@ def save_acceptance(stats_by_name: Mapping[str, DecodingStats], path: str | Path
     axes = plot_acceptance(stats_by_name, figure.subplots())
     axes.set_title(title)
     figure.savefig(path, dpi=150)
+
+
+def plot_acceptance_by_context(evaluation: Any, row: str, temperature: int = 0, ax: Any = None) -> Any:
+    """Acceptance by position in the block, one line per range of context lengths.
+
+    Args:
+        evaluation (`Evaluation`): Result of `ready_hf.evaluation.evaluate`.
+        row (`str`): Which drafter.
+        temperature (`int`): 0 or 1.
+        ax (`matplotlib.axes.Axes`, *optional*): Where to draw; default: new axes.
+
+    Returns:
+        `matplotlib.axes.Axes`: where it was drawn.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    require_matplotlib()
+    by_context = {}
+    for index, name in enumerate(evaluation.contexts):
+        found = _counts(evaluation.positions(temperature, row, index))
+        if found.drafted_by_position:
+            by_context[f"{name} tokens"] = found
+    ax = plot_acceptance(by_context, ax)
+    ax.set_title(row)
+    return ax
+
+
+def save_evaluation(evaluation: Any, path: str | Path, temperature: int = 0) -> None:
+    """Writes acceptance by position of all drafters, and of each by context length, to a file.
+
+    Args:
+        evaluation (`Evaluation`): Result of `ready_hf.evaluation.evaluate`.
+        path (`str` or `Path`): Its ending says the format.
+        temperature (`int`): 0 or 1.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    rows = evaluation.drafters
+    figure = Figure(figsize=(5 * (1 + len(rows)), 4), layout="constrained")
+    first, *others = figure.subplots(1, 1 + len(rows))
+    plot_acceptance({row: _counts(evaluation.positions(temperature, row)) for row in rows}, first)
+    first.set_title("all")
+    for row, axes in zip(rows, others, strict=True):
+        plot_acceptance_by_context(evaluation, row, temperature, axes)
+    figure.savefig(path, dpi=150)
+
+
+def _counts(positions: Any) -> DecodingStats:
+    return DecodingStats(
+        drafted_by_position=[position.drafted for position in positions],
+        accepted_by_position=[position.accepted for position in positions],
+    )

@@ -17,6 +17,26 @@ import torch
 
 
 @dataclass
+class Round:
+    """One verify forward.
+
+    Args:
+        context (`int`): Tokens before the anchor: what the cache had seen, padding included.
+        num_drafts (`int`): Drafts that were verified.
+        rows (`int`): Rows that were not padding.
+        accepted (`list[int]`): In how many of them draft 1, 2, ... was accepted and emitted; ends where none was.
+        tokens (`int`): Emitted tokens per row: the accepted drafts and one of the target's own, unless the text ended
+            with a draft.
+    """
+
+    context: int
+    num_drafts: int
+    rows: int
+    accepted: list[int] = field(default_factory=list)
+    tokens: int = 0
+
+
+@dataclass
 class DecodingStats:
     """Counts and times of one or more drafted decoding calls.
 
@@ -31,6 +51,7 @@ class DecodingStats:
         prefill_seconds, draft_seconds, verify_seconds, commit_seconds (`float`): Wall time by phase. Inside
             `record_stats` the device is waited for at every border of a phase; otherwise times of an asynchronous
             device blur into the next phase.
+        log (`list[Round]`): Every verify forward, in order.
     """
 
     calls: int = 0
@@ -44,6 +65,7 @@ class DecodingStats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     commit_seconds: float = 0.0
+    log: list[Round] = field(default_factory=list)
 
     @property
     def tokens_per_forward(self) -> float:
@@ -55,8 +77,9 @@ class DecodingStats:
         """Share of verified drafts that were accepted, by position in the block."""
         return [a / d if d else 0.0 for a, d in zip(self.accepted_by_position, self.drafted_by_position, strict=True)]
 
-    def count_round(self, num_drafts: int, rows: int) -> None:
-        """Counts a verify forward over `num_drafts` drafts in `rows` rows."""
+    def count_round(self, num_drafts: int, rows: int, context: int = 0) -> None:
+        """Counts a verify forward over `num_drafts` drafts in `rows` rows, with `context` tokens in the cache."""
+        self.log.append(Round(context, num_drafts, rows))
         self.rounds += 1
         self.row_rounds += rows
         for counts in (self.drafted_by_position, self.accepted_by_position):
@@ -67,12 +90,22 @@ class DecodingStats:
     def count_accepted(self, position: int, rows: int) -> None:
         """Counts draft `position` (0 is the first) as emitted by `rows` rows."""
         self.accepted_by_position[position] += rows
+        if rows:
+            self.log[-1].accepted.append(rows)
+
+    def count_tokens(self, rows: int) -> None:
+        """Counts one token of a round in `rows` rows."""
+        self.new_tokens += rows
+        self.round_tokens += rows
+        self.log[-1].tokens += 1
 
     def add(self, other: "DecodingStats") -> None:
         """Adds another call's counts and times."""
         for item in fields(self):
             mine, theirs = getattr(self, item.name), getattr(other, item.name)
-            if isinstance(mine, list):
+            if item.name == "log":
+                mine.extend(theirs)
+            elif isinstance(mine, list):
                 mine.extend([0] * (len(theirs) - len(mine)))
                 for position, count in enumerate(theirs):
                     mine[position] += count

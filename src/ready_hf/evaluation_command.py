@@ -1,0 +1,146 @@
+"""`ready-hf eval`: options, the run, and where the report goes."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ready_hf import shipped
+from ready_hf.candidates import Drafter, PromptLookupDrafter
+from ready_hf.demo_prompts import Prompt, UsageError, read_prompts
+from ready_hf.demo_settings import Settings, load_drafters, load_target
+from ready_hf.evaluation import CONTEXT_EDGES, check_edges, evaluate
+from ready_hf.evaluation_result import Evaluation, survival
+from ready_hf.intervals import MACRO
+from ready_hf.plots import save_evaluation
+from ready_hf.quiet import quiet, use_few_threads
+from ready_hf.round_times import measure_round_times
+
+
+@dataclass(frozen=True)
+class EvaluationSettings(Settings):
+    """What to run; the fields are the options of `ready-hf eval`, those of `Settings` among them."""
+
+    prompts_files: tuple[Path, ...] = ()
+    context_edges: tuple[int, ...] = CONTEXT_EDGES
+    lookup: bool = False
+    break_even: bool = False
+    seed: int = 0
+    resamples: int = 2000
+    json: Path | None = None
+    markdown: Path | None = None
+
+    @property
+    def temperatures(self) -> list[int]:
+        """What is decoded: greedy text first."""
+        return [t for t in (0, 1) if self.temperature in (None, t)]
+
+    def check(self) -> None:
+        """Everything that can be found out without loading a model; see `Settings.check`."""
+        super().check()
+        if self.resamples < 1:
+            raise UsageError(f"--resamples must be at least 1, got {self.resamples}")
+        try:
+            check_edges(self.context_edges)
+        except ValueError as error:
+            raise UsageError(f"--context-edges: {error}") from None
+        if self.break_even and self.max_new_tokens < 2:
+            raise UsageError(f"--break-even needs --max-new-tokens of at least 2, got {self.max_new_tokens}")
+        if self.break_even and 0 not in self.temperatures:
+            raise UsageError("--break-even is about greedy decoding: leave --temperature out, or set it to 0")
+        if not self.drafter_paths and not self.lookup:
+            raise UsageError("there is no drafter to evaluate: name one with --drafter, or set --lookup")
+        for option, path in (("--json", self.json), ("--markdown", self.markdown)):
+            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+                raise UsageError(f"{option} {path} cannot be written: it is a folder, or its folder does not exist")
+
+
+def run_evaluation(settings: EvaluationSettings) -> int:
+    """Loads, decodes and writes; returns the exit code: 1 if greedy text in float32 differs from plain decoding's.
+
+    Raises:
+        UsageError: something asked for cannot be done.
+    """
+    settings.check()
+    prompts = task_prompts(settings)
+    with quiet():
+        target, tokenizer = load_target(settings)
+        models = load_drafters(target, settings)
+        use_few_threads(target)
+        drafters: dict[str, Drafter] = dict(models)
+        if settings.lookup:
+            drafters["prompt lookup"] = PromptLookupDrafter(num_tokens=10)
+        found = evaluate(
+            target,
+            tokenizer,
+            drafters,
+            prompts,
+            max_new_tokens=settings.max_new_tokens,
+            temperatures=settings.temperatures,
+            context_edges=settings.context_edges,
+            seed=settings.seed,
+            resamples=settings.resamples,
+        )
+        if settings.break_even:
+            found = _with_break_evens(found, target, tokenizer, models, prompts, settings)
+    _write(found, settings)
+    return int(settings.dtype == "float32" and not found.is_identical)
+
+
+def task_prompts(settings: EvaluationSettings) -> list[Prompt]:
+    """Prompts of all files, each with its task: what the file says, or the file's name.
+
+    Raises:
+        UsageError: a file that cannot be used, or two files of one name without tasks.
+    """
+    default = Path(shipped.small_target_path()) / "prompts.jsonl"
+    paths = settings.prompts_files or (default,)
+    if len({path.stem for path in paths}) < len(paths):
+        names = ", ".join(path.name for path in paths)
+        raise UsageError(f"--prompts-file: files must have different names, which name their tasks; got {names}")
+    found = []
+    for path in paths:
+        for prompt in read_prompts(path)[: settings.prompts]:
+            if prompt.task == MACRO or (not prompt.task and path.stem == MACRO):
+                raise UsageError(f"{path.name}: a task must not be called {MACRO!r}")
+            found.append(Prompt(prompt.text, prompt.source, prompt.is_turn, prompt.task or path.stem))
+    return found
+
+
+def _with_break_evens(
+    found: Evaluation, target: Any, tokenizer: Any, models: Any, prompts: list[Prompt], settings: EvaluationSettings
+) -> Evaluation:
+    """Round times at 1, 2, 4, ... drafts and the whole block, on the first prompt that does not loop."""
+    kept = found.prompts(0)
+    if not kept:
+        raise UsageError("--break-even needs a prompt whose text does not loop, and there is none")
+    inputs = prompts[kept[0]].encode(tokenizer, target.device)
+    results = {}
+    for name, model in models.items():
+        block = model.config.block_size
+        lengths = [n for n in (1, 2, 4, 8, 16) if n < block] + [block]
+        shares = survival(found.positions(0, name))
+        if not shares:
+            continue  # every text ended before its first draft
+        try:
+            times = measure_round_times(target, model, inputs, lengths, settings.max_new_tokens)
+            results[name] = times.break_even(shares)
+        except ValueError as error:
+            raise UsageError(f"--break-even: {error}") from None
+    return replace(found, break_evens=results)
+
+
+def _write(found: Evaluation, settings: EvaluationSettings) -> None:
+    report = found.to_markdown()
+    print(report, end="")
+    for option, path, text in (("--json", settings.json, found.to_json), ("--markdown", settings.markdown, None)):
+        if path is None:
+            continue
+        try:
+            path.write_text(report if text is None else text(), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{option} {path} cannot be written: {error}") from error
+    if settings.plot is not None:
+        try:
+            save_evaluation(found, settings.plot, settings.temperatures[0])
+        except OSError as error:
+            raise UsageError(f"--plot {settings.plot} cannot be written: {error}") from error
