@@ -173,6 +173,60 @@ def verify(
     return run_verify(settings)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(
+    context: typer.Context,
+    target: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Folder or Hub name of a language model. [required]")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="File (.txt, .jsonl), folder or Hub dataset; may be given several times. [required]",
+        ),
+    ] = None,
+    output_dir: Annotated[Path, typer.Option(help="Where checkpoints, texts and the drafter go.")] = Path("drafter"),
+    drafter: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="A drafter to go on from. [default: a new one]")
+    ] = None,
+    reader: Annotated[
+        bool,
+        typer.Option("--reader/--no-reader", help="Read recurrent states, or not; a given drafter only gains."),
+    ] = True,
+    block_size: Annotated[int | None, typer.Option(help="Drafts per round of a new drafter. [default: 8]")] = None,
+    as_written: Annotated[
+        bool, typer.Option("--as-written", help="Learn the data itself, not what the target writes after its prompts.")
+    ] = False,
+    max_length: Annotated[int, typer.Option(help="Tokens of a row.")] = 1024,
+    max_examples: Annotated[int | None, typer.Option(help="Examples of each source. [default: all]")] = None,
+    held_out: Annotated[int, typer.Option(help="Rows kept for evaluation.")] = 16,
+    device: DEVICE = "cpu",
+    dtype: DTYPE = "float32",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")] = False,
+) -> int:
+    """Train a drafter. All options of ReadyTrainingArguments are taken too, such as --learning_rate 1e-3
+    --max_steps 500 --per_device_train_batch_size 8 --bf16 True."""
+    from ready_hf.train_command import TrainSettings, run_training  # needs what the extra `train` installs
+
+    settings = TrainSettings(
+        target=target,
+        drafters=() if drafter is None else (drafter,),
+        data=tuple(data or ()),
+        output_dir=output_dir,
+        reader=reader,
+        block_size=block_size,
+        as_written=as_written,
+        max_length=max_length,
+        max_examples=max_examples,
+        held_out=held_out,
+        device=device,
+        dtype=dtype,
+        resume=resume,
+    )
+    return run_training(settings, context.args)
+
+
 def _edges(text: str) -> tuple[int, ...]:
     """`"256,1024"` as numbers; none for an empty text."""
     try:

@@ -1,0 +1,170 @@
+"""`ready-hf train`: a drafter for a target, from text to a folder that loads.
+
+    --data --> prompts --> text the target writes (or the data as it is) --> ReadyTrainer --> --output-dir
+
+Everything about the training itself is an option of `ReadyTrainingArguments` by its name: `--learning_rate 1e-3`.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from ready_hf.checkpoints import last_complete_checkpoint
+from ready_hf.configuration_ready import LARGEST_BLOCK, ReadyDrafterConfig
+from ready_hf.data import prompt_ids, training_rows
+from ready_hf.demo_prompts import UsageError
+from ready_hf.demo_settings import Settings, load_drafters, load_target
+from ready_hf.modeling_ready import ReadyDrafterModel
+from ready_hf.on_policy import OnPolicyOptions, regenerate
+from ready_hf.row_encoder import RowOptions
+from ready_hf.schedules import add_reader
+from ready_hf.text_sources import read_examples
+from ready_hf.training import ReadyTrainer, ReadyTrainingArguments
+
+
+@dataclass(frozen=True)
+class TrainSettings(Settings):
+    """What to train; the fields are the options of `ready-hf train`, those of `Settings` among them."""
+
+    data: tuple[str, ...] = ()
+    output_dir: Path = Path("drafter")
+    reader: bool = True
+    block_size: int | None = None
+    as_written: bool = False
+    max_length: int = 1024
+    max_examples: int | None = None
+    held_out: int = 16
+    resume: bool = False
+
+    @property
+    def drafter_paths(self) -> tuple[str, ...]:
+        """The drafter to go on from, if one was given; none of those that ship stands in for it."""
+        return self.drafters
+
+    def check(self) -> None:
+        """Everything that can be found out without loading a model; see `Settings.check`."""
+        super().check()
+        if self.target is None or not self.data:
+            raise UsageError("--target and --data must be given: whose drafter, and what to learn from")
+        if len(self.drafters) > 1:
+            raise UsageError(f"--drafter may be given once, to go on from it, got {len(self.drafters)}")
+        if self.drafters and self.block_size is not None:
+            raise UsageError("--block-size is the given drafter's: leave one of --drafter and --block-size out")
+        if self.block_size is not None and not 2 <= self.block_size <= LARGEST_BLOCK:
+            raise UsageError(f"--block-size must be 2 to {LARGEST_BLOCK}, got {self.block_size}")
+        for option, value in (("--max-length", self.max_length), ("--max-examples", self.max_examples)):
+            if value is not None and value < 1:
+                raise UsageError(f"{option} must be at least 1, got {value}")
+        if self.held_out < 1:
+            raise UsageError(f"--held-out must be at least 1, got {self.held_out}")
+        if self.output_dir.is_file():
+            raise UsageError(f"--output-dir {self.output_dir} is a file")
+
+
+class _Parser(HfArgumentParser):
+    """Errors are ours to print."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def run_training(settings: TrainSettings, options: Sequence[str] = ()) -> int:
+    """Reads, trains, saves and prints; returns the exit code.
+
+    Args:
+        settings (`TrainSettings`): What to train.
+        options (`Sequence[str]`): Options of `ReadyTrainingArguments`, `--name value`.
+
+    Raises:
+        UsageError: it cannot be done.
+    """
+    settings.check()
+    arguments = training_arguments(settings, options)
+    try:
+        checkpoint = str(last_complete_checkpoint(settings.output_dir)) if settings.resume else None
+        examples = [example for source in settings.data for example in _limited(source, settings)]
+        target, tokenizer = load_target(settings)
+        target = target.to(arguments.device)
+        set_seed(arguments.seed)  # a new drafter is the same in every run, and in every process
+        drafter = _drafter(target, tokenizer, settings)
+        with arguments.main_process_first(desc="on-policy text"):  # the others find it on disk
+            rows = _rows(target, tokenizer, drafter.config, examples, settings)
+        if len(rows) <= settings.held_out:
+            raise UsageError(f"{len(rows)} rows, and --held-out takes {settings.held_out}: give more --data")
+        parts = {
+            "eval_dataset": [rows[i] for i in range(settings.held_out)],
+            "train_dataset": [rows[i] for i in range(settings.held_out, len(rows))],
+        }
+        trainer = ReadyTrainer(drafter, arguments, target=target, processing_class=tokenizer, **parts)
+    except (ValueError, ImportError) as error:  # what the data, the trainer and the target refuse
+        raise UsageError(str(error)) from error
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model()
+    metrics = trainer.evaluate()  # in all processes
+    if trainer.is_world_process_zero():
+        print(
+            f"{settings.output_dir}: {len(parts['train_dataset'])} rows, {trainer.state.global_step} steps, on "
+            f"{settings.held_out} held-out rows {metrics['eval_tau']:.2f} expected tokens a round"
+        )
+    return 0
+
+
+def training_arguments(settings: TrainSettings, options: Sequence[str]) -> ReadyTrainingArguments:
+    """The trainer's options, from the command line.
+
+    Raises:
+        UsageError: an unknown option, or a value that is not allowed.
+    """
+    for option in options:
+        if option.split("=")[0] in ("--output_dir", "--resume_from_checkpoint"):
+            raise UsageError(f"{option}: the command's own option is --output-dir or --resume")
+    given = ["--output_dir", str(settings.output_dir), "--use_cpu", str(settings.device == "cpu"), *options]
+    try:
+        arguments, unknown = _Parser(ReadyTrainingArguments, allow_abbrev=False).parse_args_into_dataclasses(
+            given, return_remaining_strings=True, look_for_args_file=False
+        )
+    except (ValueError, ImportError) as error:
+        raise UsageError(str(error)) from error
+    if unknown:
+        raise UsageError(f"unknown option {unknown[0]}: neither of this command nor of ReadyTrainingArguments")
+    return arguments
+
+
+def _limited(source: str, settings: TrainSettings) -> Any:
+    streaming = settings.max_examples is not None and not Path(source).exists()
+    return itertools.islice(read_examples(source, streaming=streaming), settings.max_examples)
+
+
+def _drafter(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: TrainSettings
+) -> ReadyDrafterModel:
+    for given in load_drafters(target, settings).values():
+        given = given.float()  # `--bf16` computes in bfloat16; what is summed up over steps stays float32
+        return add_reader(given, target) if settings.reader and not given.config.has_reader else given
+    sizes = {} if settings.block_size is None else {"block_size": settings.block_size}
+    config = ReadyDrafterConfig.for_target(target, reader=settings.reader, tokenizer=tokenizer, **sizes)
+    return ReadyDrafterModel(config)
+
+
+def _rows(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: ReadyDrafterConfig,
+    examples: list[Any],
+    settings: TrainSettings,
+) -> Any:
+    forbidden = (config.mask_token_id,)
+    options = RowOptions(max_length=settings.max_length, vocab_size=config.vocab_size, forbidden_ids=forbidden)
+    if settings.as_written:
+        return training_rows(examples, tokenizer, options)
+    prompt_tokens = min(64, max(1, settings.max_length // 4))
+    prompts = prompt_ids(examples, tokenizer, options, prompt_tokens=prompt_tokens)
+    longest = max(len(prompt) for prompt in prompts)
+    if longest >= settings.max_length:
+        raise UsageError(f"a prompt has {longest} tokens, which leaves none of --max-length {settings.max_length}")
+    written = OnPolicyOptions(max_new_tokens=settings.max_length - longest, forbidden_ids=forbidden)
+    return regenerate(target, tokenizer, prompts, settings.output_dir / "on_policy", written)

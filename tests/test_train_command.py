@@ -1,0 +1,104 @@
+"""`ready-hf train`: from text to a folder that loads, and one line for what cannot be done."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import ready_hf
+from ready_hf.cli import main
+
+
+pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
+TEXTS = [f"def function_{i}(value):\n    return value + {i}\n" * 4 for i in range(10)]
+FEW = ["--max_steps", "3", "--per_device_train_batch_size", "4", "--num_anchors", "4", "--learning_rate", "1e-3"]
+FEW += ["--save_strategy", "steps", "--save_steps", "1", "--disable_tqdm", "True", "--dataloader_pin_memory", "False"]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return str(ready_hf.small_target_path())
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return str(path)
+
+
+def train(target, data, out, *more):
+    options = ["--target", target, "--data", data, "--output-dir", str(out), "--max-length", "48", "--held-out", "2"]
+    return main(["train", *options, *FEW, *more])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--as-written", "--no-reader", "--block-size", "4"]], ids=["", "as-written"])
+def test_a_drafter_comes_out_that_drafts(target, data, tmp_path, capsys, more):
+    out = tmp_path / "drafter"
+    assert train(target, data, out, *more) == 0
+    assert "3 steps, on 2 held-out rows" in capsys.readouterr().out
+    drafter = AutoModel.from_pretrained(out)
+    assert drafter.config.has_reader is ("--no-reader" not in more)
+    assert drafter.config.block_size == (4 if more else 8)
+    assert (out / "on_policy").is_dir() is not bool(more)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    inputs = AutoTokenizer.from_pretrained(target)(TEXTS[0], return_tensors="pt")
+    options = {"max_new_tokens": 12, "do_sample": False}
+    drafted = model.generate(**inputs, **options, assistant_model=drafter)
+    assert torch.equal(drafted, model.generate(**inputs, **options))
+
+
+@pytest.mark.slow
+def test_it_goes_on_from_a_checkpoint_and_from_a_drafter(target, data, tmp_path, capsys):
+    straight, stopped = tmp_path / "a", tmp_path / "b"
+    assert train(target, data, straight, "--no-reader") == 0
+    assert train(target, data, stopped, "--no-reader") == 0
+    (stopped / "checkpoint-3" / "trainer_state.json").unlink()  # as a kill would leave it
+    assert train(target, data, stopped, "--no-reader", "--resume") == 0
+    one, other = (AutoModel.from_pretrained(x) for x in (straight, stopped))
+    for name, value in one.named_parameters():
+        assert torch.allclose(value, dict(other.named_parameters())[name], atol=1e-6), name
+
+    staged = tmp_path / "c"
+    frozen = ["--freeze_backbone_steps", "3", "--drafter", str(straight)]
+    assert train(target, data, staged, *frozen) == 0
+    made = AutoModel.from_pretrained(staged)
+    assert made.config.has_reader
+    assert bool(made.reader.up_proj.weight.any())
+    for name, value in one.named_parameters():
+        assert torch.equal(made.state_dict()[name], value), name
+
+
+WRONG = [
+    (["--data", "DATA"], "--target and --data must be given"),
+    (["--target", "TARGET"], "--target and --data must be given"),
+    (["--target", "TARGET", "--data", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
+    (["--target", "TARGET", "--data", "DATA", "--learning_rat", "1e-3"], "unknown option --learning_rat"),
+    (["--target", "TARGET", "--data", "DATA", "--learning_rate", "fast"], "invalid float value: 'fast'"),
+    (["--target", "TARGET", "--data", "DATA", "--num_anchors", "0"], "`num_anchors` must be at least 1, got 0"),
+    (["--target", "TARGET", "--data", "DATA", "--output_dir", "x"], "the command's own option is --output-dir"),
+    (["--target", "TARGET", "--data", "DATA", "--block-size", "1"], "--block-size must be 2 to 31, got 1"),
+    (["--target", "TARGET", "--data", "DATA", "--max-length", "0"], "--max-length must be at least 1, got 0"),
+    (["--target", "TARGET", "--data", "DATA", "--held-out", "0"], "--held-out must be at least 1, got 0"),
+    (["--target", "TARGET", "--data", "DATA", "--resume"], "no checkpoint to go on from"),
+    (["--target", "DRAFTER", "--data", "DATA"], "must be a language model; that is a drafter"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda x: x if isinstance(x, str) else None)
+def test_what_cannot_be_done_is_one_line(target, data, tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    names = {"TARGET": target, "DATA": data, "DRAFTER": str(ready_hf.small_drafter_path("dspark"))}
+    assert main(["train", *(names.get(argument, argument) for argument in arguments)]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert not any(path.name.startswith(("drafter", "tmp_trainer")) for path in tmp_path.iterdir())
+
+
+def test_too_little_data_is_one_line(target, data, tmp_path, capsys):
+    assert train(target, data, tmp_path / "out", "--as-written", "--held-out", "99") == 2
+    assert "rows, and --held-out takes 99: give more --data" in capsys.readouterr().err
