@@ -16,6 +16,7 @@ from ready_hf.demo_prompts import Prompt, UsageError, read_prompts
 from ready_hf.evaluation import evaluate, is_looping
 from ready_hf.evaluation_result import PLAIN, Evaluation, Position, Text, positions, survival
 from ready_hf.intervals import MACRO
+from ready_hf.output_files import write_outputs
 from ready_hf.round_times import RoundTimes, measure_round_times
 from ready_hf.statistics import Round
 from support import counting_forwards, partly_right, plain_ids, tiny_target, trained_target, trained_tokenizer
@@ -387,17 +388,25 @@ def test_the_command_fails_if_a_token_differs(tmp_path, capsys, monkeypatch):
     [
         (["--context-edges", "5,x"], "--context-edges must be numbers of tokens"),
         (["--context-edges", "9,5"], "--context-edges: `context_edges` must be rising"),
-        (["--resamples", "0"], "--resamples must be at least 1, got 0"),
-        (["--max-new-tokens", "1", "--break-even"], "--break-even needs --max-new-tokens of at least 2"),
+        (["--resamples", "0"], "--resamples must be 1 to 100000, got 0"),
+        (["--resamples", "2000000000"], "--resamples must be 1 to 100000, got 2000000000"),
+        (["--seed", "99999999999999999999"], "--seed must be 0 to 2**62 - 1"),
+        (["--max-new-tokens", "1"], "--max-new-tokens must be at least 2"),
+        (["--json", "x", "--markdown", "./x"], "--json and --markdown name the same file x"),
+        (["--markdown", "/proc/x.md"], "--markdown /proc/x.md cannot be written"),
         (["--temperature", "1", "--break-even"], "--break-even is about greedy decoding"),
         (["--temperature", "3"], "--temperature must be 0 or 1"),
         (["--target", "TINY"], "there is no drafter to evaluate"),
         (["--json", "none/a.json"], "--json none/a.json cannot be written"),
         (["--prompts-file", "none.jsonl"], "none.jsonl does not exist"),
-        (["--prompts-file", "a/x.jsonl", "--prompts-file", "b/x.jsonl"], "files must have different names"),
+        (["--prompts-file", "a/x.jsonl", "--prompts-file", "b/x.jsonl"], "two files are called x.jsonl"),
     ],
 )
-def test_a_wrong_argument_is_one_line_and_loads_nothing(arguments, message, capsys, monkeypatch):
+def test_a_wrong_argument_is_one_line_and_loads_nothing(arguments, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.jsonl").write_text('{"prompt": "a = 1"}\n')
     monkeypatch.setattr(evaluation_command, "load_target", lambda settings: pytest.fail("a model was loaded"))
     arguments = [argument.replace("TINY", ready_hf.tiny_target_path()) for argument in arguments]
     assert main(["eval", *arguments]) == 2
@@ -406,3 +415,60 @@ def test_a_wrong_argument_is_one_line_and_loads_nothing(arguments, message, caps
     assert err.startswith("ready-hf: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_files_of_one_name_may_hold_tasks(tmp_path):
+    paths = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        paths.append(tmp_path / folder / "x.jsonl")
+        paths[-1].write_text(json.dumps({"prompt": "a = 1", "task": folder}))
+    settings = evaluation_command.EvaluationSettings(prompts_files=tuple(paths))
+    assert [prompt.task for prompt in evaluation_command.task_prompts(settings)] == ["a", "b"]
+
+
+def test_a_prompt_beyond_the_context_is_named(tmp_path, capsys):
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "a = 1"}) + "\n" + json.dumps({"prompt": "x = 12 + 7 * y\n" * 900}))
+    for command in ("eval", "verify", "demo"):
+        assert main([command, "--prompts-file", str(path), "--max-new-tokens", "20"]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert "ready-hf: prompt 2 has " in said
+        assert "is more than the target's context of 4096" in said
+
+
+def test_an_interrupt_leaves_what_was_done(monkeypatch, caplog):
+    """In the middle of the third prompt."""
+    target, tokenizer, drafters = models()
+    decode, calls = evaluation.decode, []
+
+    def interrupted(*args, **options):
+        calls.append(1)
+        if len(calls) == 1 + len(drafters) + 2 * (1 + len(drafters)) + 2:  # warm-up, two prompts, and one text
+            raise KeyboardInterrupt
+        return decode(*args, **options)
+
+    monkeypatch.setattr(evaluation, "decode", interrupted)
+    options = {"max_new_tokens": 4, "temperatures": (0,), "resamples": 10}
+    found = evaluate(target, tokenizer, drafters, prompts("a", "a", "b"), **options)
+    assert {text.prompt for text in found.texts} == {0, 1}
+    assert len(found.texts) == 2 * (1 + len(drafters))
+    assert "first 2 of 3 prompts" in caplog.text
+    calls[:] = [1] * (2 * (1 + len(drafters)) + 1)
+    with pytest.raises(KeyboardInterrupt):  # in the first prompt: nothing to report
+        evaluate(target, tokenizer, drafters, prompts("a", "a", "b"), **options)
+
+
+def test_one_file_that_fails_does_not_stop_the_others(tmp_path):
+    def fails(path):
+        raise OSError(28, "No space left on device")
+
+    good = tmp_path / "good.md"
+    writers = {
+        "--json": (tmp_path / "x", fails),
+        "--plot": (None, fails),
+        "--markdown": (good, lambda p: p.write_text("x")),
+    }
+    with pytest.raises(UsageError, match="not everything could be written: --json .*: No space left"):
+        write_outputs(writers)
+    assert good.read_text() == "x"

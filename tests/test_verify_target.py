@@ -264,12 +264,16 @@ def test_what_cannot_be_known_is_exit_code_2(monkeypatch, capsys):
     monkeypatch.setattr(verify_command, "BUILT_IN", (TASK,))
     arguments = ["verify", "--target", ready_hf.tiny_target_path(), "--block-size", "2", "--max-new-tokens", "8"]
     assert main(arguments) == 2
-    assert "no block was rejected nowhere" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "no block was rejected nowhere" in err
+    assert out.splitlines()[2].startswith("NOT DECIDED in float32")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--block-size", "20"], "--max-new-tokens must be at least 42 for --block-size 20: two whole blocks, got 32"),
+        (["--max-new-tokens", "3"], "--max-new-tokens must be at least 4, got 3"),
         (["--block-size", "40"], "--block-size must be 1 to 31, got 40"),
         (["--dtype", "int8"], "--dtype must be one of"),
         (["--target", "./none"], "neither a folder nor"),

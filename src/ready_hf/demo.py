@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ready_hf import plots, shipped
 from ready_hf.candidates import Drafter, PromptLookupDrafter
 from ready_hf.demo_prompts import SHORTEST_TEXT, Prompt, UsageError, read_prompts, reason_to_drop
-from ready_hf.demo_settings import Settings, load_drafters, load_target
+from ready_hf.demo_settings import Settings, check_context, load_drafters, load_target
 from ready_hf.quiet import quiet, use_few_threads
 from ready_hf.reader_check import DECODING, RULE, aligned, check_reader
 from ready_hf.statistics import DecodingStats, record_stats
@@ -200,6 +200,7 @@ def run_demo(settings: Settings) -> int:
         target, tokenizer = load_target(settings)
         models = load_drafters(target, settings)
         use_few_threads(target)
+        check_context(target, tokenizer, prompts, settings.max_new_tokens)
         sizes = [f"{name} {model.num_parameters() / 1e6:.2f} M" for name, model in models.items()]
         kind = f"{type(target).__name__} of {target.num_parameters() / 1e6:.2f} M parameters"
         where = f"{torch.get_num_threads()} CPU thread(s)" if settings.device == "cpu" else settings.device

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 
 from ready_hf import plots, shipped
 from ready_hf.candidates import is_drafter
-from ready_hf.demo_prompts import UsageError
+from ready_hf.demo_prompts import Prompt, UsageError
 from ready_hf.ops import uses_kernels
 from ready_hf.target import check_target
 
@@ -110,10 +111,28 @@ def load_target(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenize
         target = target.to(settings.device).eval()
     except Exception as error:  # libraries raise errors of all types about a folder that is not as it should be
         raise UsageError(f"the target {path} cannot be used: {_reason(error)}") from error
-    longest = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = _context(target)
     if longest is not None and settings.max_new_tokens > longest:
         raise UsageError(f"--max-new-tokens {settings.max_new_tokens} is more than the target's context of {longest}")
     return target, tokenizer
+
+
+def check_context(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_new_tokens: int
+) -> None:
+    """Refuses a prompt that leaves no room for the text in the target's context.
+
+    Raises:
+        UsageError: naming the prompt by its number, from 1.
+    """
+    longest = _context(target)
+    for number, prompt in enumerate(prompts if longest is not None else (), 1):
+        length = prompt.encode(tokenizer)["input_ids"].shape[1]
+        if length + max_new_tokens > longest:
+            raise UsageError(
+                f"prompt {number} has {length} tokens, which with --max-new-tokens {max_new_tokens} is more than the "
+                f"target's context of {longest}: shorten or leave it out"
+            )
 
 
 def load_drafters(target: PreTrainedModel, settings: Settings) -> dict[str, Any]:
@@ -136,6 +155,10 @@ def load_drafters(target: PreTrainedModel, settings: Settings) -> dict[str, Any]
             name = f"{name} {len(found) + 1} ({Path(path).name})"
         found[name] = model
     return found
+
+
+def _context(target: PreTrainedModel) -> Any:
+    return getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def _check_device(name: str) -> None:

@@ -15,6 +15,7 @@ A prompt is *looping* at a temperature if any text at that temperature ends in a
 draft and would flatter every figure, so such prompts are counted, reported apart and left out of all other figures.
 """
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from ready_hf.evaluation_result import PLAIN, Evaluation, Text
 from ready_hf.intervals import MACRO
 from ready_hf.statistics import Round
 
+
+logger = logging.getLogger(__name__)
 
 DECODING: dict[int, dict[str, Any]] = {  # by temperature
     0: {"do_sample": False},
@@ -78,6 +81,8 @@ def evaluate(
         seed (`int`): First of the seeds of the samples, and that of the bootstrap.
         resamples (`int`): Of the bootstrap over prompts.
 
+    An interrupt (Ctrl-C) ends it early, with the prompts that were done, if there are any.
+
     Raises:
         TypeError: something that is no drafter.
         ValueError: an option that is not allowed, before anything is decoded.
@@ -92,16 +97,22 @@ def evaluate(
         for drafter in rows.values():  # warm-up
             for temperature in temperatures:
                 decode(target, encoded[0], drafter, temperature, seed, min(12, max_new_tokens))
-        for index, (prompt, inputs) in enumerate(zip(prompts, encoded, strict=True)):
-            for temperature in temperatures:
-                found = {}
-                for number in range(len(names)):
-                    name = names[(index + number) % len(names)]
-                    row_seed = seed + 1000 * index + names.index(name)  # every row samples its own text
-                    found[name] = decode(target, inputs, rows[name], temperature, row_seed, max_new_tokens)
-                    bar.update()
-                for name in names:
-                    texts.append(_text(index, prompt, temperature, name, found[name], found[PLAIN], target))
+        try:
+            for index, (prompt, inputs) in enumerate(zip(prompts, encoded, strict=True)):
+                for temperature in temperatures:
+                    found = {}
+                    for number in range(len(names)):
+                        name = names[(index + number) % len(names)]
+                        row_seed = seed + 1000 * index + names.index(name)  # every row samples its own text
+                        found[name] = decode(target, inputs, rows[name], temperature, row_seed, max_new_tokens)
+                        bar.update()
+                    for name in names:
+                        texts.append(_text(index, prompt, temperature, name, found[name], found[PLAIN], target))
+        except KeyboardInterrupt:
+            texts = [text for text in texts if text.prompt < index]  # of whole prompts
+            if not texts:
+                raise
+            logger.warning("ready_hf: interrupted; this is about the first %d of %d prompts", index, len(prompts))
     options = {"max_new_tokens": max_new_tokens, "seed": seed, "resamples": resamples}
     setting = {"target": type(target).__name__, "dtype": str(target.dtype).removeprefix("torch."), **options}
     setting |= {"device": str(target.device), "torch": torch.__version__}

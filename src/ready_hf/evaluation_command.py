@@ -7,13 +7,17 @@ from typing import Any
 from ready_hf import shipped
 from ready_hf.candidates import Drafter, PromptLookupDrafter
 from ready_hf.demo_prompts import Prompt, UsageError, read_prompts
-from ready_hf.demo_settings import Settings, load_drafters, load_target
+from ready_hf.demo_settings import Settings, check_context, load_drafters, load_target
 from ready_hf.evaluation import CONTEXT_EDGES, check_edges, evaluate
 from ready_hf.evaluation_result import Evaluation, survival
 from ready_hf.intervals import MACRO
+from ready_hf.output_files import check_outputs, write_outputs
 from ready_hf.plots import save_evaluation
 from ready_hf.quiet import quiet, use_few_threads
 from ready_hf.round_times import measure_round_times
+
+
+MOST_RESAMPLES = 100_000  # a few hundred MB
 
 
 @dataclass(frozen=True)
@@ -37,21 +41,23 @@ class EvaluationSettings(Settings):
     def check(self) -> None:
         """Everything that can be found out without loading a model; see `Settings.check`."""
         super().check()
-        if self.resamples < 1:
-            raise UsageError(f"--resamples must be at least 1, got {self.resamples}")
+        if not 1 <= self.resamples <= MOST_RESAMPLES:
+            raise UsageError(f"--resamples must be 1 to {MOST_RESAMPLES}, got {self.resamples}")
+        if not 0 <= self.seed < 2**62:
+            raise UsageError(f"--seed must be 0 to 2**62 - 1, got {self.seed}")
+        if self.max_new_tokens < 2:
+            raise UsageError(
+                f"--max-new-tokens must be at least 2: nothing is drafted of one, got {self.max_new_tokens}"
+            )
         try:
             check_edges(self.context_edges)
         except ValueError as error:
             raise UsageError(f"--context-edges: {error}") from None
-        if self.break_even and self.max_new_tokens < 2:
-            raise UsageError(f"--break-even needs --max-new-tokens of at least 2, got {self.max_new_tokens}")
         if self.break_even and 0 not in self.temperatures:
             raise UsageError("--break-even is about greedy decoding: leave --temperature out, or set it to 0")
         if not self.drafter_paths and not self.lookup:
             raise UsageError("there is no drafter to evaluate: name one with --drafter, or set --lookup")
-        for option, path in (("--json", self.json), ("--markdown", self.markdown)):
-            if path is not None and (path.is_dir() or not path.parent.is_dir()):
-                raise UsageError(f"{option} {path} cannot be written: it is a folder, or its folder does not exist")
+        check_outputs({"--json": self.json, "--markdown": self.markdown, "--plot": self.plot})
 
 
 def run_evaluation(settings: EvaluationSettings) -> int:
@@ -66,6 +72,7 @@ def run_evaluation(settings: EvaluationSettings) -> int:
         target, tokenizer = load_target(settings)
         models = load_drafters(target, settings)
         use_few_threads(target)
+        check_context(target, tokenizer, prompts, settings.max_new_tokens)
         drafters: dict[str, Drafter] = dict(models)
         if settings.lookup:
             drafters["prompt lookup"] = PromptLookupDrafter(num_tokens=10)
@@ -94,14 +101,16 @@ def task_prompts(settings: EvaluationSettings) -> list[Prompt]:
     """
     default = Path(shipped.small_target_path()) / "prompts.jsonl"
     paths = settings.prompts_files or (default,)
-    if len({path.stem for path in paths}) < len(paths):
-        names = ", ".join(path.name for path in paths)
-        raise UsageError(f"--prompts-file: files must have different names, which name their tasks; got {names}")
-    found = []
+    stems, found = [path.stem for path in paths], []
     for path in paths:
         for prompt in read_prompts(path)[: settings.prompts]:
             if prompt.task == MACRO or (not prompt.task and path.stem == MACRO):
                 raise UsageError(f"{path.name}: a task must not be called {MACRO!r}")
+            if not prompt.task and stems.count(path.stem) > 1:
+                raise UsageError(
+                    f"--prompts-file: two files are called {path.name}, and lines without a `task` take it from the "
+                    "file's name: rename one, or give every line a task"
+                )
             found.append(Prompt(prompt.text, prompt.source, prompt.is_turn, prompt.task or path.stem))
     return found
 
@@ -132,15 +141,10 @@ def _with_break_evens(
 def _write(found: Evaluation, settings: EvaluationSettings) -> None:
     report = found.to_markdown()
     print(report, end="")
-    for option, path, text in (("--json", settings.json, found.to_json), ("--markdown", settings.markdown, None)):
-        if path is None:
-            continue
-        try:
-            path.write_text(report if text is None else text(), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"{option} {path} cannot be written: {error}") from error
-    if settings.plot is not None:
-        try:
-            save_evaluation(found, settings.plot, settings.temperatures[0])
-        except OSError as error:
-            raise UsageError(f"--plot {settings.plot} cannot be written: {error}") from error
+    write_outputs(
+        {
+            "--json": (settings.json, lambda path: path.write_text(found.to_json(), encoding="utf-8")),
+            "--markdown": (settings.markdown, lambda path: path.write_text(report, encoding="utf-8")),
+            "--plot": (settings.plot, lambda path: save_evaluation(found, path, settings.temperatures[0])),
+        }
+    )

@@ -44,7 +44,7 @@ class DraftingLoss:
     distance: float = 0.9
     confidence: float = 1.0
     decay: float = 4.0
-    max_logits: int = 2**27
+    max_logits: int = 2**26
 
     def slot_weights(self, block_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """w_k `[G]`."""

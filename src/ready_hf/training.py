@@ -54,7 +54,7 @@ class ReadyTrainingArguments(TrainingArguments):
     distance_weight: float = field(default=0.9, metadata={"help": "Weight of the distance of distributions."})
     confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence loss."})
     loss_decay: float = field(default=4.0, metadata={"help": "Slot k has the weight exp(-k / loss_decay)."})
-    max_logits_per_chunk: int = field(default=2**27, metadata={"help": "Most logits that exist at once."})
+    max_logits_per_chunk: int = field(default=2**26, metadata={"help": "Most logits that exist at once."})
     reader_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of the reader."})
     freeze_backbone_steps: int = field(default=0, metadata={"help": "Steps in which only the reader learns."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "The collator chooses the columns."})

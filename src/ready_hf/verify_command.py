@@ -12,7 +12,8 @@ import torch
 from ready_hf import shipped
 from ready_hf.configuration_ready import LARGEST_BLOCK
 from ready_hf.demo_prompts import Prompt, UsageError, read_prompts
-from ready_hf.demo_settings import Settings, load_drafters, load_target
+from ready_hf.demo_settings import Settings, check_context, load_drafters, load_target
+from ready_hf.output_files import check_outputs, write_outputs
 from ready_hf.quiet import quiet, use_few_threads
 from ready_hf.verify_target import verify_target
 
@@ -37,8 +38,11 @@ class VerifySettings(Settings):
         super().check()
         if self.block_size is not None and not 1 <= self.block_size <= LARGEST_BLOCK:
             raise UsageError(f"--block-size must be 1 to {LARGEST_BLOCK}, got {self.block_size}")
-        if self.json is not None and (self.json.is_dir() or not self.json.parent.is_dir()):
-            raise UsageError(f"--json {self.json} cannot be written: it is a folder, or its folder does not exist")
+        least = 2 * ((self.block_size or 1) + 1)
+        if self.max_new_tokens < least:
+            blocks = "" if self.block_size is None else f" for --block-size {self.block_size}: two whole blocks"
+            raise UsageError(f"--max-new-tokens must be at least {least}{blocks}, got {self.max_new_tokens}")
+        check_outputs({"--json": self.json})
 
     def read_prompts(self) -> list[Prompt]:
         """Those of the file; else the ones that ship with the target, or the built-in ones; by default 2."""
@@ -64,6 +68,7 @@ def run_verify(settings: VerifySettings) -> int:
         target, tokenizer = load_target(settings)
         drafters = load_drafters(target, settings)
         use_few_threads(target)
+        check_context(target, tokenizer, prompts, settings.max_new_tokens)
         try:
             inputs = [prompt.encode(tokenizer, target.device) for prompt in prompts]
             verdict = verify_target(
@@ -73,11 +78,8 @@ def run_verify(settings: VerifySettings) -> int:
             raise UsageError(f"{settings.target_path} cannot be verified: {error}") from error
     print(f"{settings.target_path}, {settings.device}, torch {torch.__version__}, {len(prompts)} prompts\n")
     print(verdict.report(), end="")
-    if settings.json is not None:
-        try:
-            settings.json.write_text(json.dumps(verdict.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--json {settings.json} cannot be written: {error}") from error
+    text = json.dumps(verdict.to_dict(), indent=2, allow_nan=False) + "\n"
+    write_outputs({"--json": (settings.json, lambda path: path.write_text(text, encoding="utf-8"))})
     if not verdict.failures and verdict.unasked:
         raise UsageError(
             f"nothing failed, but no block was rejected {', '.join(verdict.unasked)}, so that is not known: use more "

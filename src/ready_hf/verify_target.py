@@ -110,8 +110,9 @@ class Verdict:
 
     def report(self) -> str:
         """As Markdown."""
+        verdict = "LOSSLESS" if self.is_lossless else "NOT LOSSLESS" if self.failures else "NOT DECIDED"
         lines = [
-            f"{'LOSSLESS' if self.is_lossless else 'NOT LOSSLESS'} in {self.dtype}: {len(self.runs)} drafted texts "
+            f"{verdict} in {self.dtype}: {len(self.runs)} drafted texts "
             f"against plain decoding, blocks of {self.block_size} drafts.",
             "",
             "| drafts | texts | same tokens | rounds | worst state error |",
