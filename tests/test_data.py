@@ -257,3 +257,16 @@ def test_the_trainer_takes_a_stream_of_such_rows(tokenizer, tmp_path):
     result = ReadyTrainer(drafter, arguments, target=target, train_dataset=stream).train()
     assert 0 < result.training_loss < 50
     assert any(not parameter.equal(before[name]) for name, parameter in drafter.named_parameters())
+
+
+@pytest.mark.parametrize("make", [training_rows, prompt_ids])
+def test_a_path_is_no_examples_and_an_iterator_is_read_once(make, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("def area(width, height):\n    return width * height\n")
+    tokenizer = AutoTokenizer.from_pretrained(ready_hf.small_target_path())
+    with pytest.raises(DataError, match="pass `read_examples"):
+        make(str(path), tokenizer)
+    examples = read_examples(path)
+    assert make(examples, tokenizer)
+    with pytest.raises(DataError, match="can be read once"):
+        make(examples, tokenizer)

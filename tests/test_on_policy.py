@@ -305,3 +305,26 @@ def test_a_cache_that_cannot_be_a_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="choose another `cache_dir`"):
         run(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        (["def f"], {}, "prompt 0 must be a list of token ids .*, got str"),
+        ([{"input_ids": [5]}], {}, "prompt 0 must be a list of token ids .*, got dict"),
+        ([5, 6], {}, "prompt 0 must be a list of token ids .*, got int"),
+        ([[5], [5.5]], {}, "prompt 1 must be a list of token ids"),
+        ([[5] * 4090], {"max_new_tokens": 16}, "prompt 0 has 4090 tokens.*more than the target's context of 4096"),
+        ([[5]], {"forbidden_ids": (99999,)}, "`forbidden_ids` must be ids that the target knows, 0 to 2047"),
+        ([[5]], {"batch_size": 2.5}, "`batch_size` must be an integer, got 2.5"),
+        ([[5]], {"max_new_tokens": "8"}, "`max_new_tokens` must be an integer, got '8'"),
+    ],
+)
+def test_prompts_and_options_of_a_wrong_kind_are_named(tmp_path, prompts, options, message):
+    path = ready_hf.small_target_path()
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    with pytest.raises(DataError, match=message):
+        regenerate(target, tokenizer, prompts, tmp_path, OnPolicyOptions(**options))
+    with pytest.raises(DataError, match="must be OnPolicyOptions, got dict"):
+        regenerate(target, tokenizer, [[5]], tmp_path, {"max_new_tokens": 8})
+    assert not any(tmp_path.iterdir())

@@ -179,3 +179,18 @@ def test_a_dataset_that_the_hub_does_not_give():
 def import_or_skip():
     pytest.importorskip("datasets")
     return import_datasets()
+
+
+def test_hidden_files_of_a_folder_are_left_alone(tmp_path):
+    for name in (
+        "a.txt",
+        "B.TXT",
+        ".hidden.txt",
+        "._a.txt",
+        ".git/x.txt",
+        "deep/.ipynb_checkpoints/y.txt",
+        "deep/c.txt",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert [example.text for example in read_examples(tmp_path)] == ["B.TXT", "a.txt", "deep/c.txt"]

@@ -8,6 +8,7 @@ The first needs answers in the data, which somebody else has written; the second
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -36,6 +37,7 @@ def training_rows(
         DataError: no examples; nothing to learn in more than half of the rows; no chat template for conversations, or
         one that hides where answers stand; ids that the target does not know.
     """
+    _check_examples(examples)
     encoder = RowEncoder(tokenizer, options or RowOptions())
     rows = list(encoder.rows(examples))
     encoder.check()
@@ -86,10 +88,16 @@ def prompt_ids(
     """
     if prompt_tokens < 1:
         raise DataError(f"`prompt_tokens` must be at least 1, got {prompt_tokens}")
+    _check_examples(examples)
     encoder = RowEncoder(tokenizer, options or RowOptions())
     prompts = list(encoder.prompts(examples, prompt_tokens))
     encoder.check()
     return prompts
+
+
+def _check_examples(examples: Any) -> None:
+    if isinstance(examples, str | Path):
+        raise DataError(f"examples are expected, got {str(examples)!r}: pass `read_examples({str(examples)!r})`")
 
 
 def _stream(

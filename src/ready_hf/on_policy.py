@@ -70,6 +70,8 @@ class OnPolicyOptions:
 
     def __post_init__(self) -> None:
         for name, least in {"max_new_tokens": 1, "top_k": 0, "batch_size": 1, "rows_per_shard": 1}.items():
+            if not isinstance(getattr(self, name), int):
+                raise DataError(f"`{name}` must be an integer, got {getattr(self, name)!r}")
             if getattr(self, name) < least:
                 raise DataError(f"`{name}` must be at least {least}, got {getattr(self, name)}")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
@@ -105,7 +107,9 @@ def regenerate(
         ImportError: the `datasets` library is missing.
     """
     import_datasets()
-    options = options or OnPolicyOptions()
+    options, prompts = options or OnPolicyOptions(), list(prompts)
+    if not isinstance(options, OnPolicyOptions):
+        raise DataError(f"`options` must be OnPolicyOptions, got {type(options).__name__}")
     _check_prompts(prompts, target, options)
     folder = Path(cache_dir) / f"on_policy-{_key(target, tokenizer, prompts, options)}"
     num_shards = -(-len(prompts) // options.rows_per_shard)
@@ -177,8 +181,22 @@ def _key(
 def _check_prompts(prompts: Sequence[Sequence[int]], target: PreTrainedModel, options: OnPolicyOptions) -> None:
     if not len(prompts):
         raise DataError("there are no prompts: give at least one")
-    size, forbidden = target.config.get_text_config().vocab_size, set(options.forbidden_ids)
+    config: Any = target.config.get_text_config(decoder=True)
+    size, forbidden = config.vocab_size, set(options.forbidden_ids)
+    if not all(0 <= i < size for i in forbidden):
+        raise DataError(f"`forbidden_ids` must be ids that the target knows, 0 to {size - 1}, got {sorted(forbidden)}")
+    longest = getattr(config, "max_position_embeddings", None)
     for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, list | tuple) or not all(isinstance(i, int) for i in prompt):
+            raise DataError(
+                f"prompt {number} must be a list of token ids (see `prompt_ids`), got {type(prompt).__name__} "
+                f"{str(prompt)[:40]!r}"
+            )
+        if longest is not None and len(prompt) + options.max_new_tokens > longest:
+            raise DataError(
+                f"prompt {number} has {len(prompt)} tokens, which with `max_new_tokens` {options.max_new_tokens} is "
+                f"more than the target's context of {longest}: shorten or drop it"
+            )
         if not len(prompt):
             raise DataError(f"prompt {number} has no tokens: drop it")
         if not 0 <= min(prompt) <= max(prompt) < size:

@@ -121,7 +121,9 @@ class RowEncoder:
         """
         num_dropped = sum(self.dropped.values())
         if not num_dropped and not self.num_rows:
-            raise DataError("the data holds no rows: give a source with text in it")
+            raise DataError(
+                "the data holds no rows: give a source with text in it (what `read_examples` returns can be read once)"
+            )
         reasons = ", ".join(f"{count} of which each {reason}" for reason, count in self.dropped.most_common())
         if num_dropped > self.num_rows:
             raise DataError(

@@ -67,8 +67,8 @@ def read_examples(
 
     Args:
         source (`str`, `Path` or `Iterable[Mapping]`): A `.txt` file (one text), a `.jsonl` file (one object per
-            line), a folder (all of these below it, by name), else a dataset on the Hub; or rows in memory, such as a
-            loaded dataset.
+            line), a folder (all of these below it, by name, without hidden ones), else a dataset on the Hub; or rows
+            in memory, such as a loaded dataset.
         name (`str`, *optional*): Configuration of a dataset on the Hub.
         split (`str`): Split of a dataset on the Hub.
         streaming (`bool`): Whether to read a dataset of the Hub without downloading it first.
@@ -183,15 +183,21 @@ def _looks_like_a_path(source: str) -> bool:
 
 
 def _files(path: Path) -> list[Path]:
-    """The file itself, or all readable ones below a folder; other files of a folder are left alone."""
+    """The file itself, or all readable ones below a folder; hidden files, and others, are left alone there."""
     if path.is_file():
-        if path.suffix not in SUFFIXES:
+        if path.suffix.lower() not in SUFFIXES:
             raise DataError(
                 f"{path.name} is no {' or '.join(SUFFIXES)} file: convert it, or load it with the `datasets` library "
                 "and give the loaded dataset"
             )
         return [path]
-    files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix in SUFFIXES)
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file()
+        and file.suffix.lower() in SUFFIXES
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
     if not files:
         raise DataError(f"the folder {path} holds no {' or '.join(SUFFIXES)} file")
     return files
@@ -211,7 +217,7 @@ def _local_examples(files: list[Path], columns: Mapping[str, str] | None) -> Ite
 
 
 def _file_examples(path: Path, columns: Mapping[str, str] | None) -> Iterator[Example]:
-    if path.suffix == ".txt":
+    if path.suffix.lower() == ".txt":
         text = path.read_text(encoding="utf-8-sig")
         if text.strip():
             yield Example(path.name, text=text)
