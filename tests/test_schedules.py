@@ -1,5 +1,6 @@
 """Training in stages: a new reader, its learning rate, and the rest frozen meanwhile; and where a run goes on."""
 
+import json
 import logging
 import shutil
 
@@ -90,6 +91,9 @@ def test_a_new_reader_is_refused_where_it_does_not_fit():
         add_reader(drafter_for(target), target)
     with pytest.raises(ValueError, match="can be chosen for a reader, got block_size"):
         add_reader(dspark(target), target, block_size=4)
+    for none in (None, []):
+        with pytest.raises(ValueError, match="names no layer"):
+            add_reader(dspark(target), target, state_layer_ids=none)
     with pytest.raises(ValueError, match="was not made for"):
         add_reader(dspark(target), trained_target())
 
@@ -187,12 +191,53 @@ FAULTS = {
     "half the weights": lambda path: cut(path / "model.safetensors"),
     "no weights": lambda path: (path / "model.safetensors").unlink(),
     "half an optimizer": lambda path: cut(path / "optimizer.pt"),
+    "half a random state": lambda path: cut(path / "rng_state.pth"),
+    "an optimizer without a beginning": lambda path: blank(path / "optimizer.pt"),
+    "a broken index": lambda path: (path / "model.safetensors.index.json").write_text("{"),
+    "a missing shard": lambda path: (path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}})
+    ),
     "half a scheduler": lambda path: cut(path / "scheduler.pt"),
 }
 
 
 def cut(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def blank(file):
+    file.write_bytes(bytes(1000) + file.read_bytes()[1000:])
+
+
+def test_a_checkpoint_of_the_model_alone_is_said_to_start_anew(run, tmp_path, caplog):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    (folder / "checkpoint-3" / "optimizer.pt").unlink()
+    with caplog.at_level(logging.WARNING, "ready_hf"):
+        assert last_complete_checkpoint(folder).name == "checkpoint-3"
+    assert "checkpoint-3 has no optimizer.pt" in caplog.text
+
+
+def test_mixed_dtypes_are_kept():
+    target = tiny_target("qwen3_5")
+    first = dspark(target).to(torch.bfloat16)
+    for name, parameter in first.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.data.float() + 1e-4
+    made = add_reader(first, target)
+    for name, parameter in first.named_parameters():
+        assert made.get_parameter(name).dtype == parameter.dtype
+        assert torch.equal(made.get_parameter(name), parameter)
+
+
+@pytest.mark.parametrize("options", [{"freeze_backbone_steps": 1}, {"reader_learning_rate": 1e-3}])
+def test_stages_and_an_optimizer_of_ones_own_are_refused(tmp_path, options):
+    target = tiny_target("qwen3_5")
+    drafter = drafter_for(target)
+    arguments = ReadyTrainingArguments(str(tmp_path), use_cpu=True, **options)
+    optimizer = torch.optim.AdamW(drafter.parameters())
+    with pytest.raises(ValueError, match="`optimizers` brings others"):
+        ReadyTrainer(drafter, arguments, target=target, optimizers=(optimizer, None))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,14 @@ def last_complete_checkpoint(folder: str | Path) -> Path:
     for _, path in reversed(found):
         problem = incomplete(path)
         if problem is None:
+            missing = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if not (path / name).is_file()]
+            if missing:
+                logger.warning(
+                    "ready_hf: %s has no %s (saved with `save_only_model`?): optimizer, learning rate and stages "
+                    "start anew",
+                    path.name,
+                    " and no ".join(missing),
+                )
             if skipped:
                 logger.warning("ready_hf: going on from %s; skipped %s", path.name, "; ".join(skipped))
             return path
@@ -59,17 +67,33 @@ def incomplete(checkpoint: Path) -> str | None:
         return f"{TRAINER_STATE_NAME} cannot be read"
     if checkpoint.name != f"checkpoint-{step}":
         return f"{TRAINER_STATE_NAME} is of step {step}"
-    weights = checkpoint / SAFE_WEIGHTS_NAME
-    if weights.is_file():
+    for weights in _weight_files(checkpoint):
         try:
             with safe_open(weights, "pt") as file:  # compares the header with the size of the file
                 file.keys()
         except (OSError, SafetensorError):
-            return f"{SAFE_WEIGHTS_NAME} cannot be read"
-    elif not any(checkpoint.glob("*.index.json")) and not any(checkpoint.glob("pytorch_model_fsdp*")):
-        return "no weights"
-    for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
-        path = checkpoint / name
-        if path.is_file() and not zipfile.is_zipfile(path):
-            return f"{name} is cut off"
+            return f"{weights.name} is missing or cannot be read"
+    for path in (checkpoint / OPTIMIZER_NAME, checkpoint / SCHEDULER_NAME, *checkpoint.glob("rng_state*.pth")):
+        if path.is_file() and not _is_whole(path):
+            return f"{path.name} is cut off"
     return None
+
+
+def _weight_files(checkpoint: Path) -> list[Path]:
+    """The one file, or every shard that an index names; none for formats of a launcher, which has its own checks."""
+    index = checkpoint / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return [index]  # which is no file of weights, and is named as such
+        return [checkpoint / name for name in sorted(names)]
+    if any(checkpoint.glob("pytorch_model_fsdp*")):
+        return []
+    return [checkpoint / SAFE_WEIGHTS_NAME]
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file of `torch.save` has its beginning and its end."""
+    with path.open("rb") as file:
+        return file.read(2) == b"PK" and zipfile.is_zipfile(path)

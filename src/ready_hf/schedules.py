@@ -24,6 +24,8 @@ IS_READER = "is_reader"  # marks the optimizer's groups; saved with its state
 def add_reader(drafter: ReadyDrafterModel, target: PreTrainedModel, **options: Any) -> ReadyDrafterModel:
     """A drafter with the weights of `drafter` and a new reader, which adds nothing until it is trained.
 
+    It comes in training mode, with all of its parameters trainable.
+
     Args:
         drafter (`ReadyDrafterModel`): Without a reader, such as a trained DSpark. Not changed.
         target (`PreTrainedModel`): Its target.
@@ -40,10 +42,14 @@ def add_reader(drafter: ReadyDrafterModel, target: PreTrainedModel, **options: A
         raise ValueError(f"only {', '.join(names)} can be chosen for a reader, got {', '.join(others)}")
     drafter.config.check_target(target)
     wanted = ReadyDrafterConfig.for_target(target, mask_token_id=drafter.config.mask_token_id, **options)
+    if not wanted.has_reader:
+        raise ValueError("`state_layer_ids` names no layer, so there would be no reader: leave it out for all of them")
     config = copy.deepcopy(drafter.config)
     for name in names:
         setattr(config, name, getattr(wanted, name))
     made = ReadyDrafterModel(config).to(drafter.device, drafter.dtype)
+    for name, parameter in drafter.named_parameters():  # which need not be of one dtype
+        made.get_parameter(name).data = torch.empty_like(parameter)
     missing, unexpected = made.load_state_dict(drafter.state_dict(), strict=False)
     assert not unexpected
     assert all(name.startswith("reader.") for name in missing), missing
@@ -88,6 +94,8 @@ def freeze_rest(optimizer: torch.optim.Optimizer, scheduler: LRScheduler, steps:
             f"{type(scheduler).__name__} has none: take a `lr_scheduler_type` such as linear, cosine, constant or "
             "constant_with_warmup"
         )
+    if not any(group.get(IS_READER) for group in optimizer.param_groups):
+        raise ValueError("no group of the optimizer is the reader's: nothing would learn while the rest is frozen")
     for i, group in enumerate(optimizer.param_groups):
         if not group.get(IS_READER):
             scheduler.lr_lambdas[i] = _delayed(scheduler.lr_lambdas[i], steps)

@@ -239,6 +239,13 @@ class ReadyTrainer(Trainer):
                 "`freeze_backbone_steps` and `reader_learning_rate` are for drafters with a reader, and this one has "
                 "none: leave them out, or give it one with `ready_hf.schedules.add_reader(drafter, target)`"
             )
+        if any(kwargs.get("optimizers") or ()) and (
+            args.freeze_backbone_steps or args.reader_learning_rate is not None
+        ):
+            raise ValueError(
+                "`freeze_backbone_steps` and `reader_learning_rate` shape the trainer's own optimizer and schedule, "
+                "and `optimizers` brings others: leave one of them out"
+            )
         self._frozen = FrozenTarget(target, model.config)
         kwargs.setdefault("data_collator", DraftingCollator())
         super().__init__(model=model, args=args, **kwargs)
