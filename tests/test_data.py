@@ -144,7 +144,9 @@ def test_ids_that_the_target_does_not_know(tokenizer):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_length": 2}, "`max_length` must be more than 2, got 2"),
+        ({"max_length": 2}, "`max_length` must be an integer above 2, got 2"),
+        ({"max_length": "64"}, "`max_length` must be an integer above 2, got '64'"),
+        ({"forbidden_ids": 3}, "`forbidden_ids` must be a tuple of token ids, got 3"),
         ({"turns": "first"}, "`turns` must be one of .*'split'.*got 'first'"),
         ({"thinking": True}, "`thinking` must be one of .*'mixed'.*got True"),
     ],
@@ -266,6 +268,8 @@ def test_a_path_is_no_examples_and_an_iterator_is_read_once(make, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(ready_hf.small_target_path())
     with pytest.raises(DataError, match="pass `read_examples"):
         make(str(path), tokenizer)
+    with pytest.raises(DataError, match="`options` must be RowOptions, got dict"):
+        make(read_examples(path), tokenizer, {"max_length": 64})
     examples = read_examples(path)
     assert make(examples, tokenizer)
     with pytest.raises(DataError, match="can be read once"):

@@ -57,7 +57,10 @@ def test_it_goes_on_from_a_checkpoint_and_from_a_drafter(target, data, tmp_path,
     assert train(target, data, straight, "--no-reader") == 0
     assert train(target, data, stopped, "--no-reader") == 0
     (stopped / "checkpoint-3" / "trainer_state.json").unlink()  # as a kill would leave it
+    first = stopped / "checkpoint-1" / "model.safetensors"
+    first.unlink()
     assert train(target, data, stopped, "--no-reader", "--resume") == 0
+    assert not first.exists()  # a run from the start would have written it again, and ended alike
     one, other = (AutoModel.from_pretrained(x) for x in (straight, stopped))
     for name, value in one.named_parameters():
         assert torch.allclose(value, dict(other.named_parameters())[name], atol=1e-6), name

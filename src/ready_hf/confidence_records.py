@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ready_hf.calibration import ConfidenceRecords
-from ready_hf.candidates import DraftContext, ReadyCandidateGenerator
+from ready_hf.candidates import DraftContext
 from ready_hf.drafting import DraftingMixin, DraftSession
-from ready_hf.evaluation import DECODING, decode
+from ready_hf.evaluation import decode
+from ready_hf.ways import NAMES
 
 
 class _ConfidenceSession(DraftSession):
@@ -36,26 +37,15 @@ class _ConfidenceSession(DraftSession):
         return tokens, warped
 
 
-class _ConfidenceDrafter:
+class _ConfidenceDrafter(DraftingMixin):
     """A ReaDy drafter for `assistant_model=`, with a `_ConfidenceSession` in each call."""
 
-    is_ready_drafter = True
-
     def __init__(self, drafter: Any):
-        self.drafter = drafter
+        self.drafter, self.config = drafter, drafter.config
         self.sink: list[torch.Tensor] = []
 
-    def get_candidate_generator(
-        self,
-        target: PreTrainedModel,
-        input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
-        logits_processor: LogitsProcessorList,
-    ) -> ReadyCandidateGenerator:
-        """See `ready_hf.Drafter`."""
-        self.drafter.config.check_target(target)
-        session = _ConfidenceSession(self.drafter, target, self.sink)
-        return ReadyCandidateGenerator(session, target, generation_config, logits_processor)
+    def make_session(self, target: PreTrainedModel) -> DraftSession:
+        return _ConfidenceSession(self.drafter, target, self.sink)
 
 
 def collect_confidences(
@@ -91,7 +81,7 @@ def collect_confidences(
         )
     if not prompts or any("input_ids" not in x or x["input_ids"].shape[0] != 1 for x in prompts):
         raise ValueError(f"need prompts of one sequence each, as dicts with `input_ids`; got {len(prompts)}")
-    if temperature not in DECODING:
+    if temperature not in NAMES:
         raise ValueError(f"`temperature` must be 0 or 1, got {temperature}")
     if max_new_tokens < 1:
         raise ValueError(f"`max_new_tokens` must be at least 1, got {max_new_tokens}")

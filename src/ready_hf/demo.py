@@ -29,9 +29,11 @@ from ready_hf import plots, shipped
 from ready_hf.candidates import Drafter, PromptLookupDrafter
 from ready_hf.demo_prompts import SHORTEST_TEXT, Prompt, UsageError, read_prompts, reason_to_drop
 from ready_hf.demo_settings import Settings, check_context, load_drafters, load_target
+from ready_hf.evaluation import now, without_end
 from ready_hf.quiet import quiet, use_few_threads
-from ready_hf.reader_check import DECODING, RULE, aligned, check_reader
+from ready_hf.reader_check import RULE, aligned, check_reader
 from ready_hf.statistics import DecodingStats, record_stats
+from ready_hf.ways import DECODING
 
 
 BUDGET = 60.0  # seconds for the prompts, if their number is not given
@@ -97,11 +99,11 @@ def generate(
     handle = target.get_decoder().register_forward_hook(count)
     try:
         with record_stats() as stats:
-            start = _now(target)
+            start = now(target)
             sequences: Any = target.generate(
                 **inputs, assistant_model=run.drafter, max_new_tokens=max_new_tokens, **DECODING[way]
             )
-            seconds = _now(target) - start
+            seconds = now(target) - start
     finally:
         handle.remove()
     new = sequences[0, inputs["input_ids"].shape[1] :]
@@ -125,15 +127,13 @@ def kept_prompts(
     Runs of kept prompts are added to `plain`, reasons of the others to `dropped`. After `deadline` (of
     `time.perf_counter`) no further prompt is tried, if one has been kept.
     """
-    eos = target.generation_config.eos_token_id
-    ends = set(eos if isinstance(eos, list) else [eos])
     for index, prompt in enumerate(prompts):
         if plain.texts and time.perf_counter() > deadline:
             return
         inputs = prompt.encode(tokenizer, target.device)
         one = Run(plain.name)
         text = generate(target, inputs, one, "greedy", index, max_new_tokens)
-        reason = reason_to_drop([i for i in text.tolist() if i not in ends], min(SHORTEST_TEXT, max_new_tokens))
+        reason = reason_to_drop(without_end(text.tolist(), target), min(SHORTEST_TEXT, max_new_tokens))
         if reason is not None:
             dropped[reason] += 1
             continue
@@ -305,12 +305,6 @@ def _phases(run: Run) -> str:
     rows = [["", "ms per round", "share"]]
     rows += [[name, f"{part / stats.rounds * 1e3:.2f}", f"{part / whole:.0%}"] for name, part in seconds.items()]
     return aligned(rows)
-
-
-def _now(target: PreTrainedModel) -> float:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

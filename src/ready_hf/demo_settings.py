@@ -15,10 +15,11 @@ from ready_hf.candidates import is_drafter
 from ready_hf.demo_prompts import Prompt, UsageError
 from ready_hf.ops import uses_kernels
 from ready_hf.target import check_target
+from ready_hf.ways import NAMES
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WAYS = {1: "temperature 1", 0: "greedy"}  # by `--temperature`, in the order of the tables
+WAYS = {temperature: NAMES[temperature] for temperature in (1, 0)}  # by `--temperature`, in the order of the tables
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 

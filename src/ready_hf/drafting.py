@@ -56,7 +56,11 @@ class DraftingMixin:
             raise ValueError(
                 f"the prompt has token ids from {lowest} to {highest}; allowed are 0 to {self.config.vocab_size - 1}"
             )
-        return ReadyCandidateGenerator(DraftSession(self, target), target, generation_config, logits_processor)
+        return ReadyCandidateGenerator(self.make_session(target), target, generation_config, logits_processor)
+
+    def make_session(self, target: PreTrainedModel) -> "DraftSession":
+        """What drafts in one call."""
+        return DraftSession(self, target)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """A drafter does not generate by itself.

@@ -30,14 +30,11 @@ from ready_hf.demo_prompts import Prompt
 from ready_hf.evaluation_result import PLAIN, Evaluation, Text
 from ready_hf.intervals import MACRO
 from ready_hf.statistics import Round
+from ready_hf.ways import DECODING, NAMES
 
 
 logger = logging.getLogger(__name__)
 
-DECODING: dict[int, dict[str, Any]] = {  # by temperature
-    0: {"do_sample": False},
-    1: {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
-}
 CONTEXT_EDGES = (256, 1024, 4096, 16384)
 LONGEST_PERIOD, LEAST_TIMES, LEAST_TOKENS = 32, 4, 32
 
@@ -97,6 +94,7 @@ def evaluate(
         for drafter in rows.values():  # warm-up
             for temperature in temperatures:
                 decode(target, encoded[0], drafter, temperature, seed, min(12, max_new_tokens))
+        done = str(len(prompts))
         try:
             for index, (prompt, inputs) in enumerate(zip(prompts, encoded, strict=True)):
                 for temperature in temperatures:
@@ -110,12 +108,13 @@ def evaluate(
                         texts.append(_text(index, prompt, temperature, name, found[name], found[PLAIN], target))
         except KeyboardInterrupt:
             texts = [text for text in texts if text.prompt < index]  # of whole prompts
+            done = f"{index} of {len(prompts)}, then interrupted"
             if not texts:
                 raise
             logger.warning("ready_hf: interrupted; this is about the first %d of %d prompts", index, len(prompts))
     options = {"max_new_tokens": max_new_tokens, "seed": seed, "resamples": resamples}
     setting = {"target": type(target).__name__, "dtype": str(target.dtype).removeprefix("torch."), **options}
-    setting |= {"device": str(target.device), "torch": torch.__version__}
+    setting |= {"device": str(target.device), "torch": torch.__version__, "prompts": done}
     return Evaluation(tuple(texts), tuple(names), tuple(context_edges), seed, resamples, setting)
 
 
@@ -139,12 +138,17 @@ def decode(
 ) -> Decoded:
     """One text. Statistics come with the output, since `record_stats` would wait for the device in every phase."""
     torch.manual_seed(seed)
-    options = {**DECODING[temperature], "max_new_tokens": max_new_tokens, "return_dict_in_generate": True, **options}
+    options = {
+        **DECODING[NAMES[temperature]],
+        "max_new_tokens": max_new_tokens,
+        "return_dict_in_generate": True,
+        **options,
+    }
     if drafter is not None:
         options["assistant_model"] = drafter
-    start = _now(target)
+    start = now(target)
     output: Any = target.generate(**inputs, **options)
-    seconds = _now(target) - start
+    seconds = now(target) - start
     log = output.stats.log if drafter is not None else []
     return Decoded(output.sequences[0, inputs["input_ids"].shape[1] :].tolist(), seconds, log)
 
@@ -198,7 +202,7 @@ def _check(
     for option, value in (("max_new_tokens", max_new_tokens), ("resamples", resamples)):
         if value < 1:
             raise ValueError(f"`{option}` must be at least 1, got {value}")
-    if not temperatures or not set(temperatures) <= set(DECODING) or len(set(temperatures)) != len(temperatures):
+    if not temperatures or not set(temperatures) <= set(NAMES) or len(set(temperatures)) != len(temperatures):
         raise ValueError(f"`temperatures` must be 0, 1 or both, got {list(temperatures)}")
     check_edges(context_edges)
 
@@ -213,7 +217,8 @@ def check_edges(edges: Sequence[int]) -> None:
         raise ValueError(f"`context_edges` must be rising numbers of tokens from 1 on, got {list(edges)}")
 
 
-def _now(target: PreTrainedModel) -> float:
+def now(target: PreTrainedModel) -> float:
+    """`time.perf_counter`, once the target's device has nothing left to do."""
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
     return time.perf_counter()

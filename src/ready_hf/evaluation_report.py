@@ -8,11 +8,11 @@ from typing import Any
 
 from ready_hf.evaluation_result import PLAIN, Evaluation, Position, survival
 from ready_hf.intervals import MACRO, Estimate, finite
+from ready_hf.ways import NAMES
 
 
 Table = list[list[str]]  # the first row is the head
 Block = str | Table  # a text that starts with "# " is a heading
-NAMES = {0: "greedy", 1: "temperature 1"}
 
 
 def blocks(found: Evaluation) -> list[Block]:

@@ -284,10 +284,6 @@ def _continuations(
 
 def _begin(folder: Path, target: PreTrainedModel, options: OnPolicyOptions, num_prompts: int, num_shards: int) -> None:
     """Makes the folder and its manifest, before any compute."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder} cannot be a folder ({error.strerror}): choose another `cache_dir`") from error
     manifest = {
         "target": target.config.name_or_path or type(target).__name__,
         "dtype": str(target.dtype),
@@ -298,5 +294,9 @@ def _begin(folder: Path, target: PreTrainedModel, options: OnPolicyOptions, num_
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    if _recorded_shards(folder) is None:
-        write_whole(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if _recorded_shards(folder) is None:
+            write_whole(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written to ({error.strerror}): choose another `cache_dir`") from error

@@ -18,20 +18,17 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ready_hf.candidates import DraftContext, ReadyCandidateGenerator
+from ready_hf.candidates import DraftContext
 from ready_hf.drafting import DraftingMixin, DraftSession
 from ready_hf.statistics import record_stats
 from ready_hf.target import committed_states
+from ready_hf.ways import DECODING
 
 
 REAL, ZEROS, OTHER, OLD = "real", "zeros", "other prompt", "one round old"
 REPLACED = (ZEROS, OTHER, OLD)
-DECODING: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "temperature 1": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
-}
 RULE = (
     "The reader helps if, greedily and at temperature 1, the 95 % interval of real minus replaced lies above 0 for "
     "all three replacements."
@@ -68,7 +65,7 @@ class StatesSession(DraftSession):
         return real
 
 
-class StatesDrafter:
+class StatesDrafter(DraftingMixin):
     """A ReaDy drafter for `assistant_model=`, with a `StatesSession` in each call.
 
     Args:
@@ -76,23 +73,15 @@ class StatesDrafter:
         kind, other: See `StatesSession`.
     """
 
-    is_ready_drafter = True
-
     def __init__(self, drafter: Any, kind: str = REAL, other: torch.Tensor | None = None):
         self.drafter, self.kind, self.other = drafter, kind, other
+        self.config = drafter.config
         self.session: StatesSession | None = None  # of the last call
 
-    def get_candidate_generator(
-        self,
-        target: PreTrainedModel,
-        input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
-        logits_processor: LogitsProcessorList,
-    ) -> ReadyCandidateGenerator:
-        """See `ready_hf.Drafter`."""
-        self.drafter.config.check_target(target)
+    def make_session(self, target: PreTrainedModel) -> DraftSession:
+        """See `DraftingMixin`."""
         self.session = StatesSession(self.drafter, target, self.kind, self.other)
-        return ReadyCandidateGenerator(self.session, target, generation_config, logits_processor)
+        return self.session
 
 
 @dataclass(frozen=True)

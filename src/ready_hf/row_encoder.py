@@ -60,8 +60,10 @@ class RowOptions:
     forbidden_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_length <= FIRST_LABEL:
-            raise DataError(f"`max_length` must be more than {FIRST_LABEL}, got {self.max_length}")
+        if not isinstance(self.max_length, int) or self.max_length <= FIRST_LABEL:
+            raise DataError(f"`max_length` must be an integer above {FIRST_LABEL}, got {self.max_length!r}")
+        if not isinstance(self.forbidden_ids, tuple | list | set | frozenset):
+            raise DataError(f"`forbidden_ids` must be a tuple of token ids, got {self.forbidden_ids!r}")
         if self.turns not in get_args(Turns):
             raise DataError(f"`turns` must be one of {list(get_args(Turns))}, got {self.turns!r}")
         if self.thinking is not None and self.thinking not in get_args(Thinking):
@@ -77,6 +79,8 @@ class RowEncoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: RowOptions):
+        if not isinstance(options, RowOptions):
+            raise DataError(f"`options` must be RowOptions, got {type(options).__name__}")
         self.tokenizer, self.options = tokenizer, options
         self.num_rows = 0
         self.dropped: Counter[str] = Counter()
@@ -140,7 +144,8 @@ class RowEncoder:
             options = template_options(self.options.thinking, self.options.seed, index)
             rows = encode_chat(example.messages, self.tokenizer, self.options.turns, options, example.where)
             if not rows:
-                self.dropped["has no answer of the assistant"] += 1
+                roles = ", ".join(sorted({message["role"] for message in example.messages}))
+                self.dropped[f"has no answer of the assistant (its roles: {roles})"] += 1
             return rows
         if example.prompt is None:
             pieces = self._pieces(self._ids(example.text or ""))
