@@ -254,7 +254,7 @@ def evaluate_all(
     for kind in ("zeros", "another row's", "the previous anchor's") if drafter.reader is not None else ():
 
         def change(batch: DraftingBatch, kind: str = kind) -> DraftingBatch:
-            return dataclasses.replace(batch, states=wrong_states(batch.states, kind))
+            return dataclasses.replace(batch, states=wrong_states(batch.states.stack(), kind))
 
         found[f"sampled, states: {kind}"] = evaluate(target, drafter, held["sampled"], prompt, args, change)
     return found

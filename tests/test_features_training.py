@@ -5,7 +5,7 @@ import torch
 
 from ready_hf import ReadyDrafterModel
 from ready_hf.candidates import ReadyCandidateGenerator
-from ready_hf.chunk_states import gated_delta_states
+from ready_hf.chunk_states import gated_delta_scan
 from ready_hf.features import FrozenTarget, choose_anchors, legal_anchors
 from ready_hf.target import committed_states, recurrent_layers
 from support import (
@@ -101,7 +101,7 @@ def test_states_are_those_of_a_forward_over_the_tokens_before(family):
     frozen = FrozenTarget(target, drafter_for(target).config)
     ids = random_prompt(70, batch=2)
     anchors = torch.tensor([[1, 2, 33, 64, 69], [0, 5, 33, 63, 65]])
-    states = frozen.batch(ids, anchors).states
+    states = frozen.batch(ids, anchors).states.stack()
     assert states.dtype == torch.float32
     layers = recurrent_layers(target)
     for row, column in ((0, 0), (0, 1), (0, 3), (0, 4), (1, 1), (1, 2), (1, 3), (1, 4)):
@@ -114,7 +114,7 @@ def test_states_are_those_of_a_forward_over_the_tokens_before(family):
 
 @pytest.mark.parametrize("chunk_size", [1, 8, 64])
 @pytest.mark.parametrize("length", [1, 16, 21])
-def test_gated_delta_states_of_any_chunk_size(chunk_size, length):
+def test_scan_of_any_chunk_size(chunk_size, length):
     """Against transformers' rule; fewer key heads than value heads, K != V, an initial state, strong decay."""
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -125,7 +125,7 @@ def test_gated_delta_states_of_any_chunk_size(chunk_size, length):
     first = torch.randn(2, 6, 4, 5, generator=generator)
     positions = torch.arange(length + 1).expand(2, -1)
     options = {"initial_state": first, "use_qk_l2norm_in_kernel": True}
-    states = gated_delta_states(key, value, g, beta, positions, chunk_size=chunk_size, **options)
+    states = gated_delta_scan(key, value, g, beta, chunk_size=chunk_size, **options).states(positions)
     rule = torch_rule(modeling_qwen3_5.torch_recurrent_gated_delta_rule)
     assert torch.allclose(states[:, 0], first)
     every = lambda x: x.repeat_interleave(3, dim=2)  # noqa: E731 - before transformers 5.24 the caller repeats heads

@@ -74,7 +74,7 @@ def test_states_for_training_equal_those_of_the_kernels():
     ready_hf.ensure_patched(model)
     layers, positions = recurrent_layers(model), torch.tensor([[64, 128, 200]], device="cuda")
     ids = torch.randint(3, 2000, (1, 256), generator=torch.Generator().manual_seed(0)).to("cuda")
-    _, found = forward_with_states(model, ids, positions, layers)
+    found = forward_with_states(model, ids, positions, layers)[1].stack()
     for k, length in enumerate(positions[0].tolist()):
         expected = committed_states(cache_of(model(ids[:, :length], use_cache=True)), layers)
         assert float((found[:, k] - expected).norm() / expected.norm()) <= 2e-3

@@ -3,7 +3,7 @@
 A forward of the target leaves only the state after the last token. Two ways give the others:
 
     gated delta rule    one forward; the inputs of the recurrence are observed, a chunk scan in torch repeats it and
-                        keeps the states (about 50 small operations a layer)
+                        keeps what all anchors need (about 50 small operations a layer)
     anything else       one forward per stretch between two anchors, with a cache; its state is read at each anchor
 
 Both are exact for any anchors. The second costs a forward per different position, so let rows share their anchors.
@@ -18,14 +18,15 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from ready_hf.anchor_states import AnchorStates, ChunkScan
 from ready_hf.target import (
     CACHE_NAME,
     GATED_DELTA_RULE,
     RecurrenceCall,
     RecurrentLayer,
-    committed_states,
     observing_recurrence,
     recurrent_layers,
+    state_views,
 )
 
 
@@ -38,7 +39,7 @@ def forward_with_states(
     positions: torch.Tensor,
     layers: list[RecurrentLayer],
     chunk_size: int = CHUNK_SIZE,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, AnchorStates | None]:
     """Runs the decoder of `model` over `input_ids`; to be called without gradients.
 
     Args:
@@ -50,27 +51,27 @@ def forward_with_states(
         chunk_size (`int`): C of the scan.
 
     Returns:
-        `tuple`: the last hidden state `[B, T, d]` and the states `[B, A, N, H, K, V]` in float32, or `None`.
+        `tuple`: the last hidden state `[B, T, d]` and the states before the anchors, in the order of `layers`, or
+        `None`.
     """
     if not layers:
         return _decoder(model, input_ids, 0, use_cache=False).last_hidden_state, None
     everything = recurrent_layers(model)
     if all(layer.recurrence is GATED_DELTA_RULE for layer in everything):
-        return _observed(model, input_ids, positions, everything, {x.layer_idx for x in layers}, chunk_size)
+        return _observed(model, input_ids, positions, everything, [x.layer_idx for x in layers], chunk_size)
     return _by_stretches(model, input_ids, positions, layers)
 
 
-def gated_delta_states(
+def gated_delta_scan(
     key: torch.Tensor,
     value: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    positions: torch.Tensor,
     initial_state: torch.Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     chunk_size: int = CHUNK_SIZE,
-) -> torch.Tensor:
-    """States of the gated delta rule after any numbers of tokens, in float32.
+) -> ChunkScan:
+    """What gives the state of the gated delta rule after any number of tokens, in float32.
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - e^{g_t} S_{t-1}^T k_t)^T. Within a chunk that starts with S, the written
     values are U - W S, where U and W do not depend on S; so only n steps are sequential (the WY form of Yang et al.,
@@ -81,26 +82,22 @@ def gated_delta_states(
         value (`torch.Tensor` of shape `[B, T, H, V]`): Values.
         g (`torch.Tensor` of shape `[B, T, H]`): Log decay.
         beta (`torch.Tensor` of shape `[B, T, H]`): Strength of the write.
-        positions (`torch.LongTensor` of shape `[B, A]`): Tokens consumed, 0 to T.
         initial_state (`torch.Tensor` of shape `[B, H, K, V]`, *optional*): State before the first token.
         use_qk_l2norm_in_kernel (`bool`): Keys are divided by their norm first.
         chunk_size (`int`): C.
-
-    Returns:
-        `torch.Tensor` of shape `[B, A, H, K, V]`.
     """
-    batch, length, num_heads, size_v = *value.shape[:3], value.shape[3]
+    length, num_heads, size_v = value.shape[1:]
     key = key.float()
     if use_qk_l2norm_in_kernel:
         key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
-    key = key.repeat_interleave(num_heads // key.shape[2], dim=2)
     pad = -length % chunk_size + chunk_size * (length % chunk_size == 0)  # a state after all tokens needs a chunk too
 
     def chunks(x: torch.Tensor) -> torch.Tensor:  # [B, T, H, D] to [B, n, H, C, D]
         padded = F.pad(x.float(), (0, 0, 0, 0, 0, pad))
         return padded.unflatten(1, (-1, chunk_size)).transpose(2, 3)
 
-    k, v, b = chunks(key), chunks(value), chunks(beta[..., None])
+    keys, v, b = chunks(key), chunks(value), chunks(beta[..., None])
+    k = keys.repeat_interleave(num_heads // keys.shape[2], dim=2)
     decay = chunks(g[..., None]).squeeze(-1).cumsum(-1)  # [B, n, H, C], inclusive
     between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()
     system = ((b * k) @ k.transpose(-1, -2) * between).tril(-1) + torch.eye(chunk_size, device=k.device)
@@ -110,32 +107,21 @@ def gated_delta_states(
     to_end = (k * (decay[..., -1:] - decay)[..., None].exp()).transpose(-1, -2)
     whole = decay[..., -1].exp()[..., None, None]
 
-    state = k.new_zeros(batch, num_heads, k.shape[-1], size_v) if initial_state is None else initial_state.float()
-    starts, writes = [], []
+    starts = k.new_zeros(*k.shape[:3], k.shape[-1], size_v)
+    writes = torch.empty_like(v, memory_format=torch.contiguous_format)
+    if initial_state is not None:
+        starts[:, 0] = initial_state
     for i in range(k.shape[1]):
-        starts.append(state)
-        writes.append(u[:, i] - w[:, i] @ state)
-        state = state * whole[:, i] + to_end[:, i] @ writes[-1]
-    return _inside_chunks(torch.stack(starts, 1), torch.stack(writes, 1), k, decay, positions)
+        writes[:, i] = u[:, i] - w[:, i] @ starts[:, i]
+        if i + 1 < k.shape[1]:
+            starts[:, i + 1] = starts[:, i] * whole[:, i] + to_end[:, i] @ writes[:, i]
+    return ChunkScan(starts, keys, writes, decay)
 
 
-def _inside_chunks(
-    starts: torch.Tensor, writes: torch.Tensor, keys: torch.Tensor, decay: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    """States `[B, A, H, K, V]` after `positions`, from those at chunk starts `[B, n, H, K, V]` and all writes.
-
-    Tokens i < t of a chunk contribute e^{G_{t-1} - G_i} k_i w_i^T to the state after its first t tokens.
-    """
-    chunk_size = keys.shape[-2]
-    rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
-    chunk, taken = positions // chunk_size, positions % chunk_size
-    picked = decay[rows, chunk]  # [B, A, H, C]
-    taken = taken[:, :, None, None].expand(-1, -1, picked.shape[2], 1)
-    last = picked.gather(-1, (taken - 1).clamp_min(0)).masked_fill(taken == 0, 0.0)
-    is_taken = torch.arange(chunk_size, device=positions.device) < taken
-    weights = (last - picked).masked_fill(~is_taken, -torch.inf).exp()
-    written = (keys[rows, chunk] * weights[..., None]).transpose(-1, -2) @ writes[rows, chunk]
-    return starts[rows, chunk] * last[..., None].exp() + written
+def _kept(scan: ChunkScan, positions: torch.Tensor) -> ChunkScan | torch.Tensor:
+    """The scan, or with few anchors their states `[B, A, H, K, V]`, whichever is smaller."""
+    states = scan.starts[:, :1].nbytes * positions.shape[1]
+    return scan.states(positions) if states <= sum(x.nbytes for x in scan) else scan
 
 
 def _observed(
@@ -143,18 +129,18 @@ def _observed(
     input_ids: torch.Tensor,
     positions: torch.Tensor,
     layers: list[RecurrentLayer],
-    wanted: set[int],
+    wanted: list[int],
     chunk_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, AnchorStates]:
     """One forward; the calls of the recurrence come in the order of the layers."""
-    waiting, found = iter(layers), []
+    waiting, found = iter(layers), {}
 
     def observe(call: RecurrenceCall) -> Any:
         layer = next(waiting, None)
         if layer is not None and layer.layer_idx in wanted:
             names = ("key", "value", "g", "beta", "initial_state", "use_qk_l2norm_in_kernel")
             arguments = {name: call.arguments[name] for name in names if name in call.arguments}
-            found.append(gated_delta_states(**arguments, positions=positions, chunk_size=chunk_size))
+            found[layer.layer_idx] = _kept(gated_delta_scan(**arguments, chunk_size=chunk_size), positions)
         return call.run()
 
     with observing_recurrence(observe):
@@ -164,25 +150,24 @@ def _observed(
             f"{type(model).__name__}: states of {len(found)} recurrent layers were seen in a forward, expected "
             f"{len(wanted)}. Is a layer skipped, or its recurrence run by a kernel that replaces the whole layer?"
         )
-    return hidden_states, torch.stack(found, dim=2)
+    return hidden_states, AnchorStates([found[index] for index in wanted], positions)
 
 
 def _by_stretches(
     model: PreTrainedModel, input_ids: torch.Tensor, positions: torch.Tensor, layers: list[RecurrentLayer]
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, AnchorStates]:
     """A forward per stretch between two positions that some row asks for."""
     cuts = sorted({0, input_ids.shape[1], *positions.flatten().tolist()})
-    shape = (input_ids.shape[0], len(layers), *layers[0].state_shape)
-    at_cuts, parts, cache = [input_ids.new_zeros(shape, dtype=torch.float32)], [], None
+    found = [input_ids.new_zeros(*positions.shape, *x.state_shape, dtype=torch.float32) for x in layers]
+    parts, cache = [], None
     for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
         outputs = _decoder(model, input_ids[:, start:stop], start, use_cache=True, cache=cache)
         cache = getattr(outputs, CACHE_NAME)
         parts.append(outputs.last_hidden_state)
-        at_cuts.append(committed_states(cache, layers).float())
-    states = torch.stack(at_cuts, dim=1)  # [B, cuts, N, H, K, V]
-    index = torch.searchsorted(torch.tensor(cuts, device=positions.device), positions)
-    rows = torch.arange(len(positions), device=positions.device)[:, None]
-    return torch.cat(parts, dim=1), states[rows, index]
+        rows, columns = (positions == stop).nonzero(as_tuple=True)
+        for states, state in zip(found, state_views(cache, layers), strict=True):
+            states[rows, columns] = state[rows].float()
+    return torch.cat(parts, dim=1), AnchorStates(found, positions)
 
 
 def _decoder(model: PreTrainedModel, input_ids: torch.Tensor, start: int, use_cache: bool, cache: Any = None) -> Any:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ready_hf.anchor_states import AnchorStates
 from ready_hf.chunk_states import forward_with_states
 from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.target import FeatureCapture, UnsupportedTargetError, recurrent_layers
@@ -34,8 +35,8 @@ class DraftingBatch:
         noise_embeds (`torch.Tensor` of shape `[B, A * G, d]`): The target's embeddings of anchor, mask, mask, ...
         context_hidden_states (`torch.Tensor` of shape `[B, T, m * d]`): Features of all positions.
         anchor_positions (`torch.LongTensor` of shape `[B, A]`): Indices of the anchors.
-        states (`torch.Tensor` of shape `[B, A, N, H, K, V]`, *optional*): Committed states before the anchors, in
-            float32; `None` if the drafter reads none.
+        states (`AnchorStates`, or `torch.Tensor` of shape `[B, A, N, H, K, V]`, *optional*): Committed states before
+            the anchors, in float32; `None` if the drafter reads none. `FrozenTarget` gives `AnchorStates`.
         labels (`torch.LongTensor` of shape `[B, A, G]`): The tokens after the anchors.
         previous_ids (`torch.LongTensor` of shape `[B, A, G]`): The token before every label.
         loss_mask (`torch.BoolTensor` of shape `[B, A, G]`): Slots that count.
@@ -46,7 +47,7 @@ class DraftingBatch:
     noise_embeds: torch.Tensor
     context_hidden_states: torch.Tensor
     anchor_positions: torch.Tensor
-    states: torch.Tensor | None
+    states: AnchorStates | torch.Tensor | None
     labels: torch.Tensor
     previous_ids: torch.Tensor
     loss_mask: torch.Tensor
@@ -173,8 +174,8 @@ class FrozenTarget:
 
     def _forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Features `[B, T, m * d]`, last hidden states `[B, T, d]` and states `[B, A, N, H, K, V]` or `None`."""
+    ) -> tuple[torch.Tensor, torch.Tensor, AnchorStates | None]:
+        """Features `[B, T, m * d]`, last hidden states `[B, T, d]` and states or `None`."""
         ids = list(self.config.target_layer_ids or ())
         # a trainer's autocast is for the drafter: the target runs as it does when it generates
         with (

@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput, TransformersKwargs
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ready_hf.anchor_states import AnchorStates
 from ready_hf.backbone import BlockAttention, DrafterLayer, block_mask
 from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.drafting import NOT_A_TARGET, DraftingMixin
@@ -145,7 +146,7 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
         anchor_positions: torch.Tensor | None = None,
-        states: torch.Tensor | list[torch.Tensor] | None = None,
+        states: torch.Tensor | list[torch.Tensor] | AnchorStates | None = None,
         attention_mask: torch.Tensor | None = None,
         context_attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -163,9 +164,9 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
                 `target_layer_ids` concatenated; with a `cache`, of the positions it has not seen.
             anchor_positions (`torch.LongTensor` of shape `[B, A]`, *optional*): Context row of each anchor: a block
                 sees the rows before it. Default: one block after all rows.
-            states (`torch.FloatTensor` of shape `[B, A, N, H, K, V]`, *optional*): Committed states before each
-                anchor, of `config.state_layer_ids`. A drafter with a reader needs them. For one anchor, and where
-                kernels run, also a list of N tensors `[B, H, K, V]`, which are read where they lie.
+            states (`torch.FloatTensor` of shape `[B, A, N, H, K, V]`, or `AnchorStates`, *optional*): Committed states
+                before each anchor, of `config.state_layer_ids`. A drafter with a reader needs them. For one anchor,
+                and where kernels run, also a list of N tensors `[B, H, K, V]`, which are read where they lie.
             attention_mask (`torch.Tensor` of shape `[B, A * G]`, *optional*): 0 for slots that others must not see.
             context_attention_mask (`torch.Tensor` of shape `[B, C]`, *optional*): 0 for padding, over all context rows
                 ever seen.
@@ -283,7 +284,7 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
         noise_embeds: torch.Tensor,
         context: torch.Tensor,
         anchor_rows: torch.Tensor,
-        states: torch.Tensor | list[torch.Tensor] | None,
+        states: torch.Tensor | list[torch.Tensor] | AnchorStates | None,
     ) -> torch.Tensor | None:
         """Residuals `[num_outputs, B, A * G, d]` of the reader."""
         if self.reader is None:
@@ -298,7 +299,7 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
         anchor_positions: torch.Tensor | None,
-        states: torch.Tensor | list[torch.Tensor] | None,
+        states: torch.Tensor | list[torch.Tensor] | AnchorStates | None,
         cache: Cache | None,
     ) -> None:
         config = self.config

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ready_hf import kernels
+from ready_hf.anchor_states import AnchorStates
 from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.ops import takes, uses_kernels
 
@@ -64,11 +65,17 @@ class StateReader(nn.Module):
         """Whether states like this one can be handed over as a list, to be read by a kernel where they lie."""
         return uses_kernels(state.device) and takes(state.dtype)
 
-    def read(self, queries: torch.Tensor, states: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+    def read(self, queries: torch.Tensor, states: torch.Tensor | list[torch.Tensor] | AnchorStates) -> torch.Tensor:
         """o = S^T q: `[B, A, G, N, H, V]` from queries `[B, A, G, N, H, K]` and states `[B, A, N, H, K, V]`.
 
-        Or, for one anchor, from N states `[B, H, K, V]` that lie anywhere.
+        Or, for one anchor, from N states `[B, H, K, V]` that lie anywhere; or from `AnchorStates`, layer by layer.
         """
+        if isinstance(states, AnchorStates):
+            reads = states.read_all(queries)
+            if self.normalization == "state":
+                norms = torch.stack([states.norms(i) for i in range(queries.shape[3])], dim=2)  # [B, A, N, H]
+                reads = reads * torch.rsqrt(norms.square() + self.eps)[:, :, None, ..., None]
+            return _unit_rms(reads, self.eps) if self.normalization == "read" else reads
         if isinstance(states, list):
             by_layer = queries[:, 0].permute(0, 2, 3, 1, 4)  # [B, N, H, G, K]
             backend = "triton" if self.reads_in_place(states[0]) else "torch"
@@ -93,18 +100,21 @@ class StateReader(nn.Module):
         return torch.stack(self.up_proj(latent).chunk(self.num_outputs, dim=-1))
 
     def forward(
-        self, states: torch.Tensor | list[torch.Tensor], anchor_embeds: torch.Tensor, context_features: torch.Tensor
+        self,
+        states: torch.Tensor | list[torch.Tensor] | AnchorStates,
+        anchor_embeds: torch.Tensor,
+        context_features: torch.Tensor,
     ) -> torch.Tensor:
         """Residuals `[num_outputs, B, A, G, d]`: one for the whole block, or one per drafter layer.
 
         Args:
-            states (`torch.Tensor` of shape `[B, A, N, H, K, V]`, or N tensors `[B, H, K, V]`): Committed states before
-                every anchor, any float dtype.
+            states (`torch.Tensor` of shape `[B, A, N, H, K, V]`, `AnchorStates`, or N tensors `[B, H, K, V]`):
+                Committed states before every anchor, any float dtype.
             anchor_embeds (`torch.Tensor` of shape `[B, A, d]`): The target's embeddings of the anchors.
             context_features (`torch.Tensor` of shape `[B, A, d]`): The fused feature of the position before each.
         """
         dtype = self.query.dtype  # a quantized `up_proj` has weights of another dtype than its inputs
-        states = states if isinstance(states, list) else states.float()
+        states = states.float() if isinstance(states, torch.Tensor) else states
         reads = self.read(self.queries(anchor_embeds, context_features).float(), states)
         return self.project(reads.to(dtype), anchor_embeds)
 
