@@ -73,7 +73,9 @@ def measure(way: str, anchors: int, tokens: int) -> tuple[int, int, float]:
         states = states_of(tokens, positions, way)
     reader(states, embeds, embeds).square().mean().backward()
     took = time.perf_counter() - start
-    if not all(p.grad is not None and bool(p.grad.isfinite().all()) and bool(p.grad.any()) for p in reader.parameters()):
+    if not all(
+        p.grad is not None and bool(p.grad.isfinite().all()) and bool(p.grad.any()) for p in reader.parameters()
+    ):
         raise RuntimeError("a gradient is missing or not finite")
     return states.nbytes, peak() - before, took
 

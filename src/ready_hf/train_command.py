@@ -102,6 +102,9 @@ def run_training(settings: TrainSettings, options: Sequence[str] = ()) -> int:
         trainer = ReadyTrainer(drafter, arguments, target=target, processing_class=tokenizer, **parts)
     except (ValueError, ImportError) as error:  # what the data, the trainer and the target refuse
         raise UsageError(str(error)) from error
+    if trainer.is_world_process_zero():
+        longest = max(len(row["input_ids"]) for row in parts["train_dataset"])
+        print(trainer.memory(arguments.per_device_train_batch_size, longest).table(), flush=True)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     metrics = trainer.evaluate()  # in all processes

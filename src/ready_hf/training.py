@@ -25,6 +25,7 @@ from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors, legal
 from ready_hf.losses import DraftingLoss, LossSums
 from ready_hf.modeling_ready import ReadyDrafterModel
 from ready_hf.schedules import freeze_rest, split_reader_groups
+from ready_hf.training_memory import TrainingMemory, training_memory
 
 
 logger = logging.getLogger(__name__)
@@ -253,6 +254,7 @@ class ReadyTrainer(Trainer):
         self._skipping = SkipNonFiniteSteps()
         self.add_callback(self._skipping)
         self._evaluated: list[LossSums] = []
+        self._memory_is_told = False
         if not (getattr(target, "hf_device_map", None) or getattr(target, "is_quantized", False)):
             target.to(args.device)
 
@@ -279,6 +281,28 @@ class ReadyTrainer(Trainer):
             freeze_rest(self.optimizer if optimizer is None else optimizer, scheduler, self.args.freeze_backbone_steps)
         return scheduler
 
+    def memory(self, batch_size: int, row_length: int) -> TrainingMemory:
+        """How much memory a step will take on rows of this length; see `ready_hf.training_memory`.
+
+        Args:
+            batch_size (`int`): Rows of one process and one accumulated part.
+            row_length (`int`): Tokens of the longest row.
+        """
+        options, drafter = self.args, self.accelerator.unwrap_model(self.model)
+        name = str(getattr(options.optim, "value", options.optim))
+        return training_memory(
+            drafter.config,
+            self._frozen.target,
+            batch_size=batch_size,
+            row_length=row_length,
+            num_anchors=min(options.num_anchors, row_length),
+            dtype=drafter.dtype,
+            autocast_dtype=torch.bfloat16 if options.bf16 else torch.float16 if options.fp16 else None,
+            max_logits=options.max_logits_per_chunk,
+            optimizer_values=(2.0 if "adam" in name else 1.0) / (4 if "8bit" in name else 1),
+            gradient_checkpointing=options.gradient_checkpointing,
+        )
+
     @property
     def num_skipped_steps(self) -> int:
         """Steps that were skipped since a gradient was not finite; those that a gradient scaler skips do not count."""
@@ -294,6 +318,9 @@ class ReadyTrainer(Trainer):
         generator.manual_seed((seed * 1_000_003 + self.state.global_step) * 1_009 + self.args.process_index)
         for batch in batches:
             self._add_anchors(batch, generator)
+        if batches and not self._memory_is_told and self.is_world_process_zero():
+            logger.info("ready_hf: %s", self.memory(*batches[0]["input_ids"].shape).table())
+            self._memory_is_told = True
         return batches, self._num_slots(batches, device) if batches else None
 
     def compute_loss(
