@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from ready_hf.kernels.reference import interval_decays
 from ready_hf.target import (
     CACHE_NAME,
     GATED_DELTA_RULE,
@@ -101,14 +102,14 @@ def gated_delta_states(
         return padded.unflatten(1, (-1, chunk_size)).transpose(2, 3)
 
     k, v, b = chunks(key), chunks(value), chunks(beta[..., None])
-    decay = chunks(g[..., None]).squeeze(-1).cumsum(-1)  # [B, n, H, C], inclusive
-    between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()
+    decays = interval_decays(chunks(g[..., None]).squeeze(-1))  # [B, n, H, C, 1 + C]
+    from_start, between = decays[..., :1], decays[..., 1:]
     system = ((b * k) @ k.transpose(-1, -2) * between).tril(-1) + torch.eye(chunk_size, device=k.device)
-    right = torch.cat([b * v, b * k * decay[..., None].exp()], dim=-1)
+    right = torch.cat([b * v, b * k * from_start], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     u, w = solved.split([size_v, k.shape[-1]], dim=-1)
-    to_end = (k * (decay[..., -1:] - decay)[..., None].exp()).transpose(-1, -2)
-    whole = decay[..., -1].exp()[..., None, None]
+    to_end = (k * between[..., -1, :, None]).transpose(-1, -2)
+    whole = from_start[..., -1:, :]
 
     state = k.new_zeros(batch, num_heads, k.shape[-1], size_v) if initial_state is None else initial_state.float()
     starts, writes = [], []
@@ -116,26 +117,24 @@ def gated_delta_states(
         starts.append(state)
         writes.append(u[:, i] - w[:, i] @ state)
         state = state * whole[:, i] + to_end[:, i] @ writes[-1]
-    return _inside_chunks(torch.stack(starts, 1), torch.stack(writes, 1), k, decay, positions)
+    return _inside_chunks(torch.stack(starts, 1), torch.stack(writes, 1), k, decays, positions)
 
 
 def _inside_chunks(
-    starts: torch.Tensor, writes: torch.Tensor, keys: torch.Tensor, decay: torch.Tensor, positions: torch.Tensor
+    starts: torch.Tensor, writes: torch.Tensor, keys: torch.Tensor, decays: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """States `[B, A, H, K, V]` after `positions`, from those at chunk starts `[B, n, H, K, V]` and all writes.
 
-    Tokens i < t of a chunk contribute e^{G_{t-1} - G_i} k_i w_i^T to the state after its first t tokens.
+    Token i < t of a chunk adds D k_i w_i^T to the state after its first t tokens, D the decay from after i to there.
     """
     chunk_size = keys.shape[-2]
     rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
     chunk, taken = positions // chunk_size, positions % chunk_size
-    picked = decay[rows, chunk]  # [B, A, H, C]
-    taken = taken[:, :, None, None].expand(-1, -1, picked.shape[2], 1)
-    last = picked.gather(-1, (taken - 1).clamp_min(0)).masked_fill(taken == 0, 0.0)
-    is_taken = torch.arange(chunk_size, device=positions.device) < taken
-    weights = (last - picked).masked_fill(~is_taken, -torch.inf).exp()
+    picked = decays[rows, chunk, :, (taken - 1).clamp_min(0)]  # [B, A, H, 1 + C], 0 for tokens that are not taken
+    is_start = (taken == 0)[:, :, None, None]
+    whole, weights = picked[..., :1].masked_fill(is_start, 1.0), picked[..., 1:].masked_fill(is_start, 0.0)
     written = (keys[rows, chunk] * weights[..., None]).transpose(-1, -2) @ writes[rows, chunk]
-    return starts[rows, chunk] * last[..., None].exp() + written
+    return starts[rows, chunk] * whole[..., None] + written
 
 
 def _observed(
