@@ -83,8 +83,11 @@ def usable(text: str) -> bool:
     return strange < size / 100 and sum(map(str.isdigit, text)) < size / 12 and size / lines < 70
 
 
-def read_sources(packages: list[Package], folder: pathlib.Path) -> list[Source]:
-    """Usable modules of the packages' wheels, each text once; those of held-out packages come first."""
+def read_sources(packages: list[Package], folder: pathlib.Path, most: int = MOST_OF_PACKAGE) -> list[Source]:
+    """Usable modules of the packages' wheels, each text once; those of held-out packages come first.
+
+    Of a package for training, modules of together at most `most` characters, by chance.
+    """
     wheels = {hashlib.sha256(path.read_bytes()).hexdigest(): path for path in folder.glob("*.whl")}
     found, seen = [], set()
     for package in sorted(packages, key=lambda package: (not package.held, package.name)):
@@ -99,7 +102,7 @@ def read_sources(packages: list[Package], folder: pathlib.Path) -> list[Source]:
         random.Random(package.name).shuffle(part)
         for source in part:
             size += len(source.text)
-            if package.held or size <= MOST_OF_PACKAGE:
+            if package.held or size <= most:
                 found.append(source)
     return found
 

@@ -17,7 +17,7 @@ LENGTH = 40
 READERS = {
     "reader_normalization": ("read", "state", "none"),
     "reader_projection": ("full", "bilinear"),
-    "reader_conditioning": ([], ["anchor", "context"]),
+    "reader_conditioning": ([], ["anchor", "context", "slot"]),
 }
 
 
@@ -117,7 +117,8 @@ def test_no_layer_at_all_is_refused():
 def test_a_drafter_makes_the_same_of_the_tensor(family, values):
     """Hidden states, and the gradients of all of its parameters."""
     target = tiny_target(family)
-    drafter = drafter_for(target, **dict(zip(READERS, values, strict=True)))
+    options = {"reader_injection": "last", "reader_num_queries": 2}
+    drafter = drafter_for(target, **dict(zip(READERS, values, strict=True)), **options)
     ids, anchors = random_prompt(LENGTH, batch=2), dense_positions()[:, ::3]
     batch = FrozenTarget(target, drafter.config).batch(ids, anchors)
     batch.states.most_elements = 2 * 2 * 4 * 16 * 24

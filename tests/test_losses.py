@@ -82,6 +82,27 @@ def test_metrics_are_means_over_what_counts():
         assert metrics[f"acceptance_{k + 1}"] == pytest.approx(float(accepted[toy.mask[:, k], k].mean()), abs=1e-5)
 
 
+def test_tau_of_samples_is_what_sampling_accepts():
+    """Two slots over three tokens, exactly: all texts, each as often as the target writes it. `tau` differs: what the
+    second slot accepts depends on the first token."""
+    first, drafted_first = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    second = torch.tensor([[0.8, 0.1, 0.1], [0.1, 0.1, 0.8], [0.3, 0.3, 0.4]])
+    drafted_second = torch.tensor([[0.1, 0.1, 0.8], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1]])
+    texts = [(a, b) for a in range(3) for b in range(3)]
+    counts = [round(float(first[a] * second[a, b]) * 100) for a, b in texts]
+    labels = torch.tensor([text for text, count in zip(texts, counts, strict=True) for _ in range(count)])
+    assert len(labels) == 100
+    wanted = torch.stack([first.expand(100, 3), second[labels[:, 0]]], dim=1).log()
+    drafted = torch.stack([drafted_first.expand(100, 3), drafted_second[labels[:, 0]]], dim=1).log()
+    mask = torch.ones(100, 2, dtype=torch.bool)
+    sums = DraftingLoss()(drafted, wanted, labels, labels, mask, lambda x, _: (x, None), lambda x: x)
+    accept_first = torch.minimum(first, drafted_first)
+    accept_both = (accept_first[:, None] * torch.minimum(second, drafted_second)).sum()
+    expected = 1 + float(accept_first.sum() + accept_both)
+    assert sums.metrics()["tau_of_samples"] == pytest.approx(expected, abs=1e-5)
+    assert abs(sums.metrics()["tau"] - expected) > 0.01
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 3, 7, 100])
 def test_chunked_is_dense(blocks):
     dense, chunked = Toy(), Toy()

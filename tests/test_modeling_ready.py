@@ -248,7 +248,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
 
 
 def test_an_untrained_reader_changes_nothing():
-    for injection in ("input", "layers", "head"):
+    for injection in ("input", "layers", "last", "head"):
         torch.manual_seed(0)
         ready = ReadyDrafterModel(new_config(reader_injection=injection)).eval()
         assert not ready.reader.up_proj.weight.any()
@@ -276,12 +276,16 @@ def test_untrained_sequential_and_confidence_heads():
     close(logits, bare.base_logits(states, new_head()), tolerance=0)
 
 
-@pytest.mark.parametrize("injection", ["input", "layers", "head"])
+@pytest.mark.parametrize("injection", ["input", "layers", "last", "head"])
 @pytest.mark.parametrize("projection", ["full", "bilinear"])
-@pytest.mark.parametrize("conditioning", [[], ["anchor"], ["context"], ["context", "anchor"]], ids=str)
+@pytest.mark.parametrize("conditioning", [[], ["anchor"], ["context"], ["context", "anchor"], ["slot"]], ids=str)
 def test_every_reader_runs_and_all_of_it_trains(injection, projection, conditioning):
-    for rank, normalization, gate in itertools.product((None, 3), ("read", "state", "none"), (False, True)):
+    if "slot" in conditioning and injection not in ("last", "head"):
+        injection, conditioning = "last", ["slot", "anchor"]
+    options = itertools.product((None, 3), ("read", "state", "none"), (False, True))
+    for index, (rank, normalization, gate) in enumerate(options):
         drafter = new_drafter(
+            reader_num_queries=1 + index % 3,
             reader_injection=injection,
             reader_projection=projection,
             reader_conditioning=conditioning,
@@ -307,6 +311,42 @@ def test_a_read_is_the_state_transposed_times_the_query():
     for normalization, scale in (("read", 10.0), ("state", 10.0)):
         reader = new_drafter(reader_normalization=normalization).reader
         close(reader.read(queries, states * scale), reader.read(queries, states), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("projection", ["full", "bilinear"])
+def test_several_queries_are_as_many_readers_whose_maps_are_added(projection):
+    both = new_drafter(reader_num_queries=2, reader_projection=projection, reader_conditioning=[]).reader
+    ones = [new_drafter(reader_projection=projection, reader_conditioning=[]).reader for _ in range(2)]
+    heads, inputs = 2, new_inputs(new_drafter())
+    both.up_proj.weight.data.copy_(normal(*both.up_proj.weight.shape, seed=5))
+    for i, one in enumerate(ones):
+        one.query.data.copy_(both.query.unflatten(2, (heads, 2))[:, :, :, i])
+        if projection == "full":
+            one.down_proj.weight.data.copy_(
+                both.down_proj.weight.unflatten(1, (2, heads, 2, 6))[:, :, :, i].flatten(1)
+            )
+            one.up_proj.weight.data.copy_(both.up_proj.weight)
+        else:
+            one.head_map.data.copy_(both.head_map.unflatten(1, (heads, 2))[:, :, i])
+            up = both.up_proj.weight.unflatten(1, (2, heads, 2, 5))[:, :, :, i].flatten(1)
+            one.up_proj.weight.data.copy_(up)
+    arguments = (inputs["states"], normal(2, 1, D), normal(2, 1, D, seed=3))
+    close(both(*arguments), ones[0](*arguments) + ones[1](*arguments), tolerance=1e-5)
+
+
+def test_queries_by_slot_ask_for_what_the_slot_is():
+    drafter = new_drafter(reader_conditioning=["slot"], reader_injection="head")
+    reader = drafter.reader
+    slots = normal(2, 1, G, D)
+    queries = reader.queries(normal(2, 1, D), normal(2, 1, D, seed=1), slots)
+    change = torch.zeros_like(slots)
+    change[1, 0, 2] = 1.0
+    changed = (
+        (reader.queries(normal(2, 1, D), normal(2, 1, D, seed=1), slots + change) - queries).flatten(3).norm(dim=-1)
+    )
+    assert changed[1, 0, 2] > 0
+    assert not changed[0].any()
+    assert (changed[1, 0] > 0).sum() == 1
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])

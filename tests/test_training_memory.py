@@ -64,6 +64,7 @@ def test_nothing_is_allocated_and_dtypes_count():
     assert half.drafter == found.drafter
     assert estimate(drafter, target, dtype=torch.bfloat16).drafter * 2 == found.drafter
     assert estimate(drafter, target, autocast_dtype=torch.bfloat16).activations < found.activations
+    assert estimate(drafter_for(target, reader_num_queries=2), target).reads == 2 * found.reads
     assert estimate(drafter, target, gradient_checkpointing=True).activations < found.activations
 
 

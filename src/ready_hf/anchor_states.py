@@ -2,11 +2,11 @@
 
 A state at an anchor follows from the state at the start of its chunk and from what was written since:
 
-    S_a = e^{L_a} S_chunk + sum_{i < a} e^{L_a - L_i} k_i w_i^T     (sums within the chunk, L the summed log decay)
+    S_a = D_0 S_chunk + sum_{i < a} D_{i+1} k_i w_i^T     (sum within the chunk, D_i the decay from token i to a)
 
-so a read is  S_a^T q = e^{L_a} S_chunk^T q + sum_i e^{L_a - L_i} (k_i . q) w_i  and needs no S_a. Chunk states, keys
-and writes are kept once for all anchors; states exist for a few anchors of one layer at a time. Gradients flow into
-queries alone, and their formula is the same one with K and V exchanged, so nothing is kept for it either.
+so a read is  S_a^T q = D_0 S_chunk^T q + sum_i D_{i+1} (k_i . q) w_i  and needs no S_a. States of chunks, keys and
+writes are kept once for all anchors; states exist for a few anchors of one layer at a time. Gradients flow into queries
+alone, and their formula is the same one with K and V exchanged, so nothing is kept for it either.
 
 Where few anchors stand in a long row, or the recurrence is another one, a layer keeps its states at the anchors.
 
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 
 MOST_ELEMENTS = 2**24  # of the states that exist at once: 64 MB
@@ -30,7 +31,7 @@ class ChunkScan(NamedTuple):
         starts (`torch.Tensor` of shape `[B, n, H, K, V]`): States before each chunk.
         keys (`torch.Tensor` of shape `[B, n, H_k, C, K]`): Keys.
         writes (`torch.Tensor` of shape `[B, n, H, C, V]`): Values that are written along the keys.
-        decay (`torch.Tensor` of shape `[B, n, H, C]`): Log decay, summed from the start of the chunk, inclusive.
+        decay (`torch.Tensor` of shape `[B, n, H, C]`): Log decay of each token, minus infinity included.
     """
 
     starts: torch.Tensor
@@ -47,13 +48,15 @@ class ChunkScan(NamedTuple):
         chunk_size, repeats = self.keys.shape[-2], self.decay.shape[2] // self.keys.shape[2]
         rows = torch.arange(len(positions), device=positions.device)[:, None]
         chunk, taken = positions // chunk_size, (positions % chunk_size)[:, :, None, None]
-        picked = self.decay[rows, chunk]  # [B, A, H, C]
-        taken = taken.expand(-1, -1, picked.shape[2], 1)
-        last = picked.gather(-1, (taken - 1).clamp_min(0)).masked_fill(taken == 0, 0.0)
         is_taken = torch.arange(chunk_size, device=positions.device) < taken
-        weights = (last - picked).masked_fill(~is_taken, -torch.inf).exp()
+        picked = self.decay[rows, chunk].masked_fill(~is_taken, 0.0)  # [B, A, H, C]
+        since = (
+            picked.flip(-1).cumsum(-1).flip(-1)
+        )  # a token's own and all after it: sums, so that none is lost in one
+        weights = F.pad(since[..., 1:], (0, 1)).exp().masked_fill(~is_taken, 0.0)[..., None]
         keys = self.keys[rows, chunk].repeat_interleave(repeats, dim=2)
-        return self.starts[rows, chunk].mul_(last[..., None].exp()), keys, self.writes[rows, chunk], weights[..., None]
+        starts = self.starts[rows, chunk].mul_(since[..., :1, None].exp())
+        return starts, keys, self.writes[rows, chunk], weights
 
     def states(self, positions: torch.Tensor) -> torch.Tensor:
         """States `[B, A, H, K, V]` after `positions` `[B, A]` tokens."""

@@ -54,7 +54,7 @@ class Record:
         window = self.window if self.window is not None else _window(self.call)
         if self.call.recurrence is MAMBA2:
             # one decay per head: keys and updates may swap places, which gives the transposed state
-            window = Window(window.updates, window.keys, window.log_decay)
+            window = Window(window.updates, window.keys, window.g)
         return window_state(window, self.base, keep)
 
     def as_commit(self, state: torch.Tensor) -> StateCommit | None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ready_hf.anchor_states import AnchorStates, ChunkScan
+from ready_hf.kernels.reference import interval_decays
 from ready_hf.target import (
     CACHE_NAME,
     GATED_DELTA_RULE,
@@ -98,14 +99,15 @@ def gated_delta_scan(
 
     keys, v, b = chunks(key), chunks(value), chunks(beta[..., None])
     k = keys.repeat_interleave(num_heads // keys.shape[2], dim=2)
-    decay = chunks(g[..., None]).squeeze(-1).cumsum(-1)  # [B, n, H, C], inclusive
-    between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()
+    decay = chunks(g[..., None]).squeeze(-1)
+    decays = interval_decays(decay)  # [B, n, H, C, 1 + C]
+    from_start, between = decays[..., :1], decays[..., 1:]
     system = ((b * k) @ k.transpose(-1, -2) * between).tril(-1) + torch.eye(chunk_size, device=k.device)
-    right = torch.cat([b * v, b * k * decay[..., None].exp()], dim=-1)
+    right = torch.cat([b * v, b * k * from_start], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     u, w = solved.split([size_v, k.shape[-1]], dim=-1)
-    to_end = (k * (decay[..., -1:] - decay)[..., None].exp()).transpose(-1, -2)
-    whole = decay[..., -1].exp()[..., None, None]
+    to_end = (k * between[..., -1, :, None]).transpose(-1, -2)
+    whole = from_start[..., -1:, :]
 
     starts = k.new_zeros(*k.shape[:3], k.shape[-1], size_v)
     writes = torch.empty_like(v, memory_format=torch.contiguous_format)

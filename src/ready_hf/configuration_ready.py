@@ -73,11 +73,13 @@ class ReadyDrafterConfig(PreTrainedConfig):
         reader_projection (`"full"` or `"bilinear"`): `full`: all reads of a slot through one map of rank
             `reader_rank`; `bilinear`: every head's read to `reader_rank` numbers.
         reader_rank (`int`): See `reader_projection`.
-        reader_conditioning (`list[str]`): What is added to the learned query of a slot: `"anchor"` (embedding of the
-            anchor), `"context"` (the last context feature), both or none.
-        reader_query_rank (`int`, *optional*): Rank of that addition; `None` for a full matrix.
-        reader_injection (`"input"`, `"layers"` or `"head"`): Where reads are added: to the block's input, before every
-            layer, or before the final norm.
+        reader_conditioning (`list[str]`): What is added to the learned query of a slot: terms from `"anchor"`
+            (embedding of the anchor), `"context"` (the last context feature), `"slot"` (the slot's hidden state where
+            reads are added), any of them or none.
+        reader_query_rank (`int`, *optional*): Rank of those additions; `None` for a full matrix.
+        reader_num_queries (`int`): Queries of a slot per head.
+        reader_injection (`"input"`, `"layers"`, `"last"` or `"head"`): Where reads are added: to the block's input,
+            before every layer, before the last layer, or before the final norm.
         reader_normalization (`"read"`, `"state"` or `"none"`): Root mean square of every head's read is set to 1;
             every head's state is divided by its norm; nothing.
         reader_gate (`bool`): Whether the anchor's embedding gates the mapped reads.
@@ -126,7 +128,8 @@ class ReadyDrafterConfig(PreTrainedConfig):
     reader_rank: int = 64
     reader_conditioning: list[str] | None = None
     reader_query_rank: int | None = 32
-    reader_injection: Literal["input", "layers", "head"] = "input"
+    reader_num_queries: int = 1
+    reader_injection: Literal["input", "layers", "last", "head"] = "input"
     reader_normalization: Literal["read", "state", "none"] = "read"
     reader_gate: bool = False
 
@@ -152,6 +155,11 @@ class ReadyDrafterConfig(PreTrainedConfig):
     def has_reader(self) -> bool:
         """Whether recurrent states are read; a drafter that reads none is DSpark."""
         return bool(self.state_layer_ids)
+
+    @property
+    def reads_by_slot(self) -> bool:
+        """Whether queries come from hidden states of the slots too."""
+        return self.has_reader and "slot" in (self.reader_conditioning or ())
 
     def validate_architecture(self) -> None:
         """Part of the validation that transformers runs on every configuration.
@@ -222,9 +230,16 @@ class ReadyDrafterConfig(PreTrainedConfig):
                 f"`reader_rank` and `reader_query_rank` must be at least 1, got {self.reader_rank} and "
                 f"{self.reader_query_rank}"
             )
-        allowed = {"anchor", "context"}
+        if self.reader_num_queries < 1:
+            raise ValueError(f"`reader_num_queries` must be at least 1, got {self.reader_num_queries}")
+        allowed = {"anchor", "context", "slot"}
         if not set(self.reader_conditioning or ()) <= allowed:
             raise ValueError(f"`reader_conditioning` must be out of {sorted(allowed)}, got {self.reader_conditioning}")
+        if self.reads_by_slot and self.reader_injection not in ("last", "head"):
+            raise ValueError(
+                '`reader_conditioning` with "slot" needs hidden states that know their slot: `reader_injection` must '
+                f'be "last" or "head", got {self.reader_injection!r}'
+            )
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """As in transformers; the shim for `trust_remote_code=True` is written next to the configuration."""

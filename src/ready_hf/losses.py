@@ -6,7 +6,9 @@ For slot k = 0, 1, ... of a block, with p_d the drafter's and p_t the target's d
 
 1 - ||p_d - p_t||_1 / 2 is the probability that speculative sampling accepts the draft, so the confidence c_k learns
 that, and the expected tokens of a round are tau = 1 + sum_k prod_{i <= k} of it (DSpark
-paper; slots count from 0 here).
+paper; slots count from 0 here). On text x that the target drew itself at temperature 1, the mean of
+prod_{i <= k} min(1, p_d(x_i) / p_t(x_i)) is the probability that k drafts are accepted, without the bias that the
+product of means has (`tau_of_samples`; ours). On other text it means nothing.
 
 Distributions over the whole vocabulary exist for a few blocks at a time only: one chunk is computed, reduced to sums
 and, in training, computed again for its gradient.
@@ -101,6 +103,8 @@ class DraftingLoss:
         cross_entropy = -log_drafted.gather(-1, labels[..., None]).squeeze(-1)
         distance = (log_drafted.exp() - wanted).abs().sum(-1)
         accepted = (1 - 0.5 * distance.detach()).clamp(0.0, 1.0)
+        drawn = wanted.gather(-1, labels[..., None]).squeeze(-1)
+        ratio = ((-cross_entropy.detach()).exp() / drawn.clamp_min(torch.finfo(drawn.dtype).tiny)).clamp(max=1.0)
         per_slot = self.cross_entropy * cross_entropy + self.distance * distance
         calibration = torch.zeros_like(accepted)
         if confidence_logits is not None:
@@ -114,6 +118,7 @@ class DraftingLoss:
             whole.sum(),
             _kept(accepted, mask).sum(0),
             _kept(accepted.cumprod(-1), whole.expand_as(mask)).sum(0),
+            _kept(ratio.cumprod(-1), whole.expand_as(mask)).sum(0),
             _kept(cross_entropy.detach(), mask).sum(),
             _kept(calibration.detach(), mask).sum(),
         )
@@ -129,6 +134,7 @@ class LossSums:
         num_blocks (`torch.Tensor` of shape `[]`): Blocks of which every slot counts.
         accepted (`torch.Tensor` of shape `[G]`): Probabilities that a draft is accepted, given all before it are.
         survived (`torch.Tensor` of shape `[G]`): Probabilities that it and all before it are; whole blocks only.
+        survived_samples (`torch.Tensor` of shape `[G]`): The same from the text's own tokens, see the module.
         cross_entropy (`torch.Tensor` of shape `[]`): Cross entropy with the text.
         confidence (`torch.Tensor` of shape `[]`): Binary cross entropy of the confidence.
     """
@@ -138,6 +144,7 @@ class LossSums:
     num_blocks: torch.Tensor
     accepted: torch.Tensor
     survived: torch.Tensor
+    survived_samples: torch.Tensor
     cross_entropy: torch.Tensor
     confidence: torch.Tensor
 
@@ -155,16 +162,20 @@ class LossSums:
     def metrics(self) -> dict[str, float]:
         """Means: `loss`, `cross_entropy`, `confidence_bce`, `tau`, `acceptance_1` to `acceptance_G`, `num_blocks`.
 
-        Not a number where nothing counts.
+        And `tau_of_samples`, for text that the target drew at temperature 1. Not a number where nothing counts.
         """
         slots = float(self.num_slots.sum())
-        survived = _ratios(self.survived.tolist(), [float(self.num_blocks)] * len(self.survived))
+        survived, of_samples = (
+            _ratios(sums.tolist(), [float(self.num_blocks)] * len(sums))
+            for sums in (self.survived, self.survived_samples)
+        )
         accepted = _ratios(self.accepted.tolist(), self.num_slots.tolist())
         names = ("loss", "cross_entropy", "confidence")
         loss, cross_entropy, confidence = _ratios((float(getattr(self, name).detach()) for name in names), [slots] * 3)
         return {
             "loss": loss,
             "tau": 1 + sum(survived),
+            "tau_of_samples": 1 + sum(of_samples),
             "cross_entropy": cross_entropy,
             "confidence_bce": confidence,
             **{f"acceptance_{k + 1}": value for k, value in enumerate(accepted)},

@@ -196,15 +196,19 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
         context = self.hidden_norm(self.fc(context_hidden_states))
         rotation = self.rotary_emb(context, torch.cat([context_position_ids, position_ids], dim=1))
         masks = self._masks(anchor_positions, num_new, num_seen, cache, context_attention_mask, attention_mask)
-        reads = self._reads(noise_embeds, context, anchor_positions - num_past, states)
+        read_at = self._injections()
+        reads: torch.Tensor | None = None
 
-        hidden_states, injection = noise_embeds, self.config.reader_injection
-        for index, (layer, kind) in enumerate(zip(self.layers, self.config.layer_types or (), strict=True)):
-            if reads is not None and (injection == "layers" or (injection == "input" and index == 0)):
-                hidden_states = hidden_states + reads[index]
-            hidden_states = layer(hidden_states, context, rotation, masks[kind], cache, **kwargs)
-        if reads is not None and injection == "head":
-            hidden_states = hidden_states + reads[0]
+        hidden_states = noise_embeds
+        for index in range(len(self.layers) + 1):
+            if index in read_at:
+                if reads is None:
+                    anchor_rows = anchor_positions - num_past
+                    reads = self._reads(noise_embeds, context, anchor_rows, states, hidden_states)
+                hidden_states = hidden_states + reads[read_at.index(index)]
+            if index < len(self.layers):
+                mask = masks[(self.config.layer_types or [])[index]]
+                hidden_states = self.layers[index](hidden_states, context, rotation, mask, cache, **kwargs)
         return ReadyDrafterOutput(last_hidden_state=self.norm(hidden_states), cache=cache if use_cache else None)
 
     def draft_logits(
@@ -285,14 +289,24 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
         context: torch.Tensor,
         anchor_rows: torch.Tensor,
         states: torch.Tensor | list[torch.Tensor] | AnchorStates | None,
-    ) -> torch.Tensor | None:
-        """Residuals `[num_outputs, B, A * G, d]` of the reader."""
-        if self.reader is None:
-            return None
+        hidden_states: torch.Tensor,
+    ) -> torch.Tensor:
+        """Residuals `[num_outputs, B, A * G, d]` of the reader; `hidden_states` `[B, A * G, d]` ask if slots do."""
+        assert self.reader is not None
         anchor_embeds = noise_embeds[:, :: self.config.block_size]
         rows = nn.functional.pad(context, (0, 0, 1, 0))  # row r - 1 is now row r; zeros before a first token
         features = rows.gather(1, anchor_rows[..., None].expand(-1, -1, context.shape[-1]))
-        return self.reader(states, anchor_embeds, features).flatten(2, 3)
+        slots = hidden_states.unflatten(1, (-1, self.config.block_size)) if self.config.reads_by_slot else None
+        return self.reader(states, anchor_embeds, features, slots).flatten(2, 3)
+
+    def _injections(self) -> list[int]:
+        """Before which layers reads are added; the number of layers stands for the final norm."""
+        if self.reader is None:
+            return []
+        last = len(self.layers)
+        return {"input": [0], "layers": [*range(last)], "last": [last - 1], "head": [last]}[
+            self.config.reader_injection
+        ]
 
     def _check_inputs(
         self,

@@ -1,11 +1,12 @@
 """Reads the target's committed recurrent states into the draft, as a residual.
 
-For slot j of a block, recurrent layer l, head h:   o = S^T q,   q = q_static[j, l, h] (+ a term from the anchor's
-embedding and the last context feature). S is the *committed* state: it has consumed every token before the anchor and
-nothing of any rejected draft. Reads of all layers and heads are mapped down, then up into the drafter's hidden size;
-the up map starts at zero, so that an untrained reader changes nothing.
+For slot j of a block, recurrent layer l, head h:   o = S^T q,   q = q_static[j, l, h] (+ terms from the anchor's
+embedding, the last context feature and the slot's own hidden state). S is the *committed* state: it has consumed every
+token before the anchor and nothing of any rejected draft. Reads of all layers and heads are mapped down, then up into
+the drafter's hidden size; the up map starts at zero, so that an untrained reader changes nothing.
 
-Shapes: B batch, A anchors, G slots, N recurrent layers that are read, H heads, K key and V value channels of a state.
+Shapes: B batch, A anchors, G slots, N recurrent layers that are read, H heads, R queries per head, K key and V value
+channels of a state.
 What a reader reads is ReaDy's (arXiv 2610.20503); the form of queries, maps, normalisation and gate is ours.
 """
 
@@ -30,20 +31,17 @@ class StateReader(nn.Module):
         assert config.state_layer_ids is not None
         assert config.state_shape is not None
         layers, (heads, keys, values) = len(config.state_layer_ids), config.state_shape
+        self.num_queries = config.reader_num_queries
+        heads *= self.num_queries
         self.query_shape = (layers, heads, keys)
-        self.conditioning = tuple(sorted(config.reader_conditioning or ()))
+        self.conditioning = tuple(sorted(set(config.reader_conditioning or ()) - {"slot"}))
         self.normalization, self.eps = config.reader_normalization, config.rms_norm_eps
         self.num_outputs = config.num_hidden_layers if config.reader_injection == "layers" else 1
         self.query = nn.Parameter(torch.empty(config.block_size, *self.query_shape))
+        outputs, rank = layers * heads * keys, config.reader_query_rank
         if self.conditioning:
-            inputs, outputs = len(self.conditioning) * config.hidden_size, layers * heads * keys
-            if config.reader_query_rank is None:
-                self.query_proj: nn.Module = nn.Linear(inputs, outputs, bias=False)
-            else:
-                rank = config.reader_query_rank
-                self.query_proj = nn.Sequential(
-                    nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
-                )
+            self.query_proj = _low_rank(len(self.conditioning) * config.hidden_size, rank, outputs)
+        self.slot_proj = _low_rank(config.hidden_size, rank, outputs) if config.reads_by_slot else None
         if config.reader_projection == "bilinear":
             self.head_map = nn.Parameter(torch.empty(layers, heads, values, config.reader_rank))
             latent = layers * heads * config.reader_rank
@@ -53,13 +51,19 @@ class StateReader(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, latent) if config.reader_gate else None
         self.up_proj = nn.Linear(latent, self.num_outputs * config.hidden_size, bias=False)
 
-    def queries(self, anchor_embeds: torch.Tensor, context_features: torch.Tensor) -> torch.Tensor:
-        """Queries `[B, A, G, N, H, K]` from anchor embeddings and the last context features, both `[B, A, d]`."""
-        if not self.conditioning:
-            return self.query.expand(*anchor_embeds.shape[:2], *self.query.shape)
-        inputs = {"anchor": _unit_rms(anchor_embeds, self.eps), "context": context_features}
-        added = self.query_proj(torch.cat([inputs[name] for name in self.conditioning], dim=-1))
-        return self.query + added.view(*added.shape[:2], 1, *self.query_shape)
+    def queries(
+        self, anchor_embeds: torch.Tensor, context_features: torch.Tensor, slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Queries `[B, A, G, N, H * R, K]`; shapes of the arguments as in `forward`."""
+        queries = self.query.expand(*anchor_embeds.shape[:2], *self.query.shape)
+        if self.conditioning:
+            inputs = {"anchor": _unit_rms(anchor_embeds, self.eps), "context": context_features}
+            added = self.query_proj(torch.cat([inputs[name] for name in self.conditioning], dim=-1))
+            queries = queries + added.view(*added.shape[:2], 1, *self.query_shape)
+        if self.slot_proj is not None:
+            assert slots is not None
+            queries = queries + self.slot_proj(_unit_rms(slots, self.eps)).unflatten(-1, self.query_shape)
+        return queries
 
     def reads_in_place(self, state: torch.Tensor) -> bool:
         """Whether states like this one can be handed over as a list, to be read by a kernel where they lie."""
@@ -90,7 +94,7 @@ class StateReader(nn.Module):
         return _unit_rms(reads, self.eps) if self.normalization == "read" else reads
 
     def project(self, reads: torch.Tensor, anchor_embeds: torch.Tensor) -> torch.Tensor:
-        """Residuals `[num_outputs, B, A, G, d]` from reads `[B, A, G, N, H, V]` and anchor embeddings `[B, A, d]`."""
+        """Residuals `[num_outputs, B, A, G, d]` from reads `[B, A, G, N, H * R, V]`, anchor embeddings `[B, A, d]`."""
         if hasattr(self, "head_map"):
             latent = torch.einsum("bagnhv,nhvr->bagnhr", reads, self.head_map).flatten(3)
         else:
@@ -104,6 +108,7 @@ class StateReader(nn.Module):
         states: torch.Tensor | list[torch.Tensor] | AnchorStates,
         anchor_embeds: torch.Tensor,
         context_features: torch.Tensor,
+        slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Residuals `[num_outputs, B, A, G, d]`: one for the whole block, or one per drafter layer.
 
@@ -112,11 +117,26 @@ class StateReader(nn.Module):
                 Committed states before every anchor, any float dtype.
             anchor_embeds (`torch.Tensor` of shape `[B, A, d]`): The target's embeddings of the anchors.
             context_features (`torch.Tensor` of shape `[B, A, d]`): The fused feature of the position before each.
+            slots (`torch.Tensor` of shape `[B, A, G, d]`, *optional*): Hidden states where reads will be added; only
+                for queries that come from them too.
         """
         dtype = self.query.dtype  # a quantized `up_proj` has weights of another dtype than its inputs
         states = states.float() if isinstance(states, torch.Tensor) else states
-        reads = self.read(self.queries(anchor_embeds, context_features).float(), states)
+        queries = self.queries(anchor_embeds, context_features, slots).float()
+        block_size, count = queries.shape[2], self.num_queries
+        if count > 1:  # [B, A, G, N, H * R, K] to [B, A, G * R, N, H, K]: a state is read once for all of them
+            queries = queries.unflatten(4, (-1, count)).movedim(5, 3).flatten(2, 3)
+        reads = self.read(queries, states)
+        if count > 1:
+            reads = reads.unflatten(2, (block_size, count)).movedim(3, 5).flatten(4, 5)
         return self.project(reads.to(dtype), anchor_embeds)
+
+
+def _low_rank(inputs: int, rank: int | None, outputs: int) -> nn.Module:
+    """A linear map without bias, of full rank for `None`."""
+    if rank is None:
+        return nn.Linear(inputs, outputs, bias=False)
+    return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False))
 
 
 def _unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:

@@ -150,8 +150,8 @@ def training_memory(
         state_layer=state_layer,
         target_forward=_target_forward(config, shape, tokens, target.dtype),
         activations=activations,
-        # queries once and their gradient; reads before and after normalisation, and their gradients
-        reads=num_read * slots * heads * (2 * keys + 4 * values) * FLOAT32,
+        # queries and their gradient; reads before and after normalisation, and their gradients
+        reads=num_read * slots * heads * config.reader_num_queries * (2 * keys + 4 * values) * FLOAT32,
         state_pieces=state_pieces,
         logits=int(BYTES_PER_LOGIT * _chunk_logits(config, slots, max_logits)),
         step=weights,

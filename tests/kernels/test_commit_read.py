@@ -192,6 +192,53 @@ def test_out_of_place():
     assert error(out, wide.states) <= 3e-6
 
 
+def in_one_buffer(case: Problem, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """States, and a tensor of their shape that begins `offset` elements after them in the same memory."""
+    size, first = case.states.numel(), max(-offset, 0)
+    buffer = torch.zeros(abs(offset) + size, dtype=case.states.dtype, device=DEVICE)
+    out = buffer[first + offset :][:size].view_as(case.states)
+    case.states = buffer[first:][:size].view_as(case.states).copy_(case.states)
+    return case.states, out
+
+
+LAYER = problem().states[0].numel()
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("as_lists", [False, True], ids=["stacked", "lists"])
+@pytest.mark.parametrize("offset", [1, LAYER, 2 * LAYER - 1, -1, -LAYER, 1 - 2 * LAYER])
+def test_out_must_not_overlap_the_states_in_part(offset, as_lists, backend):
+    """An offset of `LAYER`: what is written of a layer is the next layer of the states."""
+    case = problem()
+    states, out = in_one_buffer(case, offset)
+    before = states.clone()
+    if as_lists:
+        case.states, out = list(states), list(out)
+    with pytest.raises(ValueError, match="`out` overlaps `states` in memory"):
+        case.run(out=out, backend=backend)
+    assert torch.equal(states, before)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_another_view_of_the_states_is_no_place_to_write(backend):
+    case = problem(shape=(32, 32))
+    for out in (case.states.mT, list(case.states)[::-1]):
+        with pytest.raises(ValueError, match="`out` overlaps `states` in memory"):
+            case.run(out=out, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("place", ["behind", "same", "one the same"])
+def test_out_behind_the_states_or_the_very_same(place, backend):
+    case = problem()
+    wide = case.wide()
+    wide.run(backend="torch")
+    states, behind = in_one_buffer(case, 2 * LAYER)
+    out = {"behind": behind, "same": states.view_as(states), "one the same": [states[0], behind[1]]}[place]
+    case.run(out=out, backend=backend)
+    assert error(torch.stack(list(out)), wide.states) <= 3e-6
+
+
 @pytest.mark.parametrize("precision", ["ieee", "bf16"])
 def test_queries_loaded_before_the_replay(precision, monkeypatch):
     """As the tile sizes of some devices have it; `bf16` rounds queries and state to 8 bits for the product."""

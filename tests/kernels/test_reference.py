@@ -5,9 +5,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ready_hf.kernels import (
     Window,
+    gated_delta_block,
     gated_delta_window,
     grouped_query,
     mamba2_window,
@@ -27,6 +30,7 @@ RULES = [
     "mamba2_limited",
     "mamba2_plain",
 ]
+STRONG = [200.0, 1600.0, float("inf")]  # decay of a token, minus g
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6}
 with_and_without_state = pytest.mark.parametrize("has_state", [True, False], ids=["state", "no_state"])
 every_rule = pytest.mark.parametrize("rule", RULES)
@@ -61,6 +65,22 @@ class Problem:
         for x in inputs.values():
             x[:, start:] = float("nan")
         return replace(self, inputs=inputs)
+
+    def decayed_by(self, strength: float, tokens: list[int]) -> "Problem":
+        """The same, but the state before each of `tokens` is decayed by exp(-strength); of KDA, every other channel.
+
+        Mamba-2 makes its log decay of two factors: infinity times 0 is none, so there every token decays as strongly.
+        """
+        inputs, options = dict(self.inputs), dict(self.options)
+        if not self.rule.startswith("mamba2"):
+            inputs["g"] = inputs["g"].clone()
+            inputs["g"][:, tokens, :, *([slice(None, None, 2)] if self.rule == "kda" else [])] = -strength
+            return replace(self, inputs=inputs)
+        assert self.rule == "mamba2_plain", "here `dt` is the step size itself"
+        options["A"] = torch.full_like(options["A"], -strength)
+        inputs["dt"] = inputs["dt"] / min(strength, 1e3)
+        inputs["dt"][:, tokens] = 1.0
+        return replace(self, inputs=inputs, options=options)
 
 
 def make_problem(
@@ -203,10 +223,62 @@ def test_a_rejected_suffix_of_nan_never_reaches_the_kept_state(rule, length):
 def test_strong_decay_does_not_overflow(rule, dtype):
     problem = make_problem(rule, dtype, decay=60.0)
     window, (want, states) = problem.window, recurrence(problem)
-    assert window.log_decay.min() < -3 * 88  # exp(88.8) is the largest number of float32
+    assert window.g.sum(2).min() < -3 * 88  # exp(88.8) is the largest number of float32
     assert relative_error(window_outputs(problem.query, window, problem.initial_state), want) <= TOLERANCE[dtype]
     for length in range(1, LENGTH + 1):
         assert relative_error(window_state(window, problem.initial_state, length), states[length]) <= TOLERANCE[dtype]
+
+
+def assert_close_to_recurrence(problem: Problem, bound: float = 1e-6) -> None:
+    """Outputs, and the state after every prefix, of all rows and of each row."""
+    (want, states), window = recurrence(problem), problem.window
+    length = want.shape[2]
+    assert relative_error(window_outputs(problem.query, window, problem.initial_state), want) <= bound
+    for keep in range(1, length + 1):
+        rows = torch.tensor([keep, length, 1])
+        per_row = torch.stack([states[n][row] for row, n in enumerate(rows.tolist())])
+        assert relative_error(window_state(window, problem.initial_state, keep), states[keep]) <= bound, keep
+        assert relative_error(window_state(window, problem.initial_state, rows), per_row) <= bound, keep
+    if problem.rule.startswith("gated_delta"):
+        output, block = gated_delta_block(**problem.inputs, initial_state=problem.initial_state, **problem.options)
+        assert relative_error(output.transpose(1, 2), want) <= bound
+        for mine, other in zip(block, window, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [[0], [4], [8], [1, 4, 5], [0, 8]], ids=str)
+@pytest.mark.parametrize("strength", STRONG)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in ("mamba2", "mamba2_limited")])
+def test_a_token_that_decays_everything_costs_no_digits_elsewhere(rule, strength, tokens):
+    """Sums of g over other intervals must not pass through the sum with that token in it."""
+    problem = make_problem(rule, torch.float32).decayed_by(strength, tokens)
+    assert_close_to_recurrence(problem)
+    if rule != "kda" and strength > 1000:  # nothing from before the token is left
+        first = tokens[-1] + 1
+        state = window_state(problem.window, problem.initial_state, first)
+        without = window_state(problem.window, torch.zeros_like(problem.initial_state), first)
+        assert torch.equal(state, without)
+
+
+@pytest.mark.parametrize("strength", [1.0, *STRONG])
+@pytest.mark.parametrize("rule", ["gated_delta", "kda", "mamba2_plain"])
+def test_long_blocks_with_strong_decay(rule, strength):
+    assert_close_to_recurrence(make_problem(rule, torch.float32, decay=0.1, length=33).decayed_by(strength, [3, 16]))
+
+
+@given(
+    g=st.lists(st.sampled_from([0.0, -1e-3, -0.3, -3.0, -60.0, -200.0, -1600.0, -1e30, -torch.inf]), max_size=33),
+    is_vector=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_sequence_of_decays(g, is_vector, seed):
+    problem = make_problem("kda" if is_vector else "gated_delta", torch.float32, length=len(g) + 1)
+    decays, generator = problem.inputs["g"], torch.Generator().manual_seed(seed)
+    is_drawn = torch.rand(decays[:, 1:].shape, generator=generator) < 0.7  # the others, and the first, are ordinary
+    drawn = torch.tensor(g).view(1, -1, *[1] * (decays.dim() - 2))
+    decays[:, 1:] = torch.where(is_drawn, drawn, decays[:, 1:])
+    assert_close_to_recurrence(problem)
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 33, 70])

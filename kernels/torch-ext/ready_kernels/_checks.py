@@ -51,6 +51,11 @@ def check_commit(
         raise ValueError("`out`, or `states` in place, must not overlap: an expanded tensor, or one tensor twice")
     if min(num_rows, num_tokens, *state.shape[1:]) < 1:
         raise ValueError(f"rows, tokens, heads and channels must be at least 1, got {list(value.shape)} values")
+    if written is not state and _overlap_in_part(state, written):
+        raise ValueError(
+            "`out` overlaps `states` in memory without being the same view layer by layer: leave `out` away to write "
+            "in place, or pass new tensors"
+        )
     check_vector("accepted", accepted, num_rows, below=num_tokens + 1)
     if slots is not None:
         check_vector("slots", slots, num_rows, below=num_slots, different=True)
@@ -62,6 +67,22 @@ def check_commit(
         states=state.tensor, out=written.tensor, accepted=accepted, queries=queries, slots=slots, **tensors
     )
     return num_rows, num_tokens, (heads, k_dim, v_dim)
+
+
+def _overlap_in_part(state: Layers, written: Layers) -> bool:
+    """Whether bytes between the ends of a layer of `written` are also of `state`, but for a layer written in place."""
+    sizes = state.num_bytes, written.num_bytes
+    is_alike = state.strides == written.strides and state.tensor.dtype == written.tensor.dtype
+    starts = [(start, 0) for start in state.addresses]
+    for before, after in zip(state.addresses, written.addresses):  # noqa: B905
+        if not (is_alike and before == after):
+            starts.append((after, 1))
+    ends = [0, 0]  # of the last layer that began, of `state` and of `written`
+    for start, which in sorted(starts):
+        if start < ends[1 - which]:
+            return True
+        ends[which] = start + sizes[which]
+    return False
 
 
 def check_vector(

@@ -163,6 +163,12 @@ class Layers:
         """Whether every layer starts at a multiple of 16 bytes."""
         return not any(address % 16 for address in self.addresses)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes from the first element of a layer to the end of its last one, whatever lies between."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))  # noqa: B905
+        return (last + 1) * self.tensor.element_size()
+
     @functools.cached_property
     def addresses(self) -> list[int]:
         """Address of every layer."""

@@ -44,7 +44,8 @@ def commit_and_read(
             that keeps none keeps its state bit for bit. What the records hold beyond them changes nothing. On a GPU
             values are not checked, which would wait for the device; they count as if cut to 0..T.
         queries (`[L, H, J, K]` or `[B, L, H, J, K]`, *optional*): Queries of a reader, the same for all rows or not.
-        out (as `states`, *optional*): Where to write. Default: in place.
+        out (as `states`, *optional*): Where to write. Default: in place. A layer is the same view as in `states`, or
+            shares no memory with them; judged by first and last byte, so views that interleave are refused too.
         slots (`torch.Tensor` of shape `[B]`, *optional*): Slot of every row in `states`, all different and below N
             (on a GPU not checked); -1 marks a row of padding, which touches nothing and reads zeros.
         delta (`bool`): The (gated) delta rule; `False` for Mamba-2, whose update subtracts nothing.

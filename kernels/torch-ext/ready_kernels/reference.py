@@ -7,12 +7,15 @@ All three recurrences of the supported targets add, per token and head, one oute
 
 They differ in `g` (one value per head, or one per key channel) and in the update vector `u`:
 
-    gated delta rule, KDA   u_t = beta_t (v_t - (diag(exp(g_t)) S_{t-1})^T k_t)      Yang et al., arXiv 2412.06464, eq.
-    10 Mamba-2                 u_t = dt_t x_t, k_t = B_t, g_t = dt_t A, q_t = C_t       Dao and Gu, arXiv 2405.21060,
-    section 2
+    gated delta rule, KDA   u_t = beta_t (v_t - (diag(exp(g_t)) S_{t-1})^T k_t)      arXiv 2412.06464 (Yang), eq. 10
+    Mamba-2                 u_t = dt_t x_t, k_t = B_t, g_t = dt_t A, q_t = C_t       arXiv 2405.21060 (Dao, Gu), sec. 2
 
 `u_t` depends on tokens up to t only. So a window computed once holds the state after *every* prefix of it: that is
 what makes rolling back a rejected draft cheap and exact.
+
+A decay from token i to token t is `exp(g_{i+1} + ... + g_t)`, each sum taken over its own tokens. The difference of
+two sums from the start of the window would lose what a large `|g|` outside the interval rounds away, and is NaN for
+a `g` of minus infinity.
 
 Letters: B rows, T tokens of the window, H state heads, Hk key heads, K key channels, V value channels, G Mamba-2
 groups. Everything is computed in float32 or, for float64 inputs, in float64. Any device; standard library and torch
@@ -33,12 +36,27 @@ class Window(NamedTuple):
     Args:
         keys (`torch.Tensor` of shape `[B, H, T, K]`): Normalised keys `k_t` (Mamba-2: `B_t`).
         updates (`torch.Tensor` of shape `[B, H, T, V]`): Update vectors `u_t`.
-        log_decay (`torch.Tensor` of shape `[B, H, T, 1]` or `[B, H, T, K]`): `g` summed from the start of the window.
+        g (`torch.Tensor` of shape `[B, H, T, 1]` or `[B, H, T, K]`): Log decay of each token.
     """
 
     keys: torch.Tensor
     updates: torch.Tensor
-    log_decay: torch.Tensor
+    g: torch.Tensor
+
+
+def interval_decays(g: torch.Tensor) -> torch.Tensor:
+    """Decay over every interval of tokens, O(T^2) memory.
+
+    Args:
+        g (`torch.Tensor` of shape `[..., T]`): Log decay, <= 0, minus infinity allowed.
+
+    Returns:
+        `torch.Tensor` of shape `[..., T, T + 1]`: `exp(g_i + ... + g_t)` at `[t, i]`, that is from before token i to
+        after token t; 1 for the empty interval i = t + 1, 0 behind it.
+    """
+    length = g.shape[-1]
+    sums = g[..., None].expand(*g.shape, length + 1).tril().cumsum(-2)  # entries before the start are 0
+    return sums.exp_().tril_(1)
 
 
 def gated_delta_window(
@@ -51,8 +69,8 @@ def gated_delta_window(
 ) -> Window:
     """Solves the update vectors of a window of the gated delta rule (scalar decay) or of KDA (decay per key channel).
 
-    Uses the triangular form `(I + A) U = diag(beta) (V - (exp(G) * K) S_0)`, `A_ti = beta_t (k_t exp(G_t - G_i)) .
-    k_i` for i < t.
+    Uses the triangular form `(I + A) U = diag(beta) (V - (D_t0 * K) S_0)`, `A_ti = beta_t (k_t D_ti) . k_i` for
+    i < t, where `D_ti` is the decay from after token i (from the start) to after token t.
 
     Args:
         key (`torch.Tensor` of shape `[B, T, Hk, K]`): Keys as the model passes them, Hk divides H.
@@ -63,16 +81,16 @@ def gated_delta_window(
         use_qk_l2norm (`bool`): Normalise the keys, as the model's own rule does in its kernel.
 
     Returns:
-        `Window`: keys, update vectors and cumulative log decay.
+        `Window`: keys, update vectors and log decay.
     """
     heads = value.shape[2]
     k = _per_head(_normalised(key) if use_qk_l2norm else _wide(key), heads)  # [B, H, T, K]
     v, b = _per_head(_wide(value), heads), _wide(beta).transpose(1, 2)[..., None]
-    log_decay = _cumulative(g)
-    system = b * decayed_scores(k, k, log_decay, strict=True)  # [B, H, T, T]
-    target = v if initial_state is None else v - (k * log_decay.exp()) @ initial_state.to(k.dtype)
+    g = _gates(g)
+    system = b * decayed_scores(k, k, g)  # [B, H, T, T], read strictly below its diagonal
+    target = v if initial_state is None else v - (k * g.cumsum(2).exp()) @ initial_state.to(k.dtype)
     updates = torch.linalg.solve_triangular(system, b * target, upper=False, unitriangular=True)
-    return Window(k, updates, log_decay)
+    return Window(k, updates, g)
 
 
 def gated_delta_block(
@@ -107,24 +125,23 @@ def gated_delta_block(
     both = both if group == 1 else both.repeat_interleave(group, dim=1)
     both = both.reshape(-1, 2 * length, k_dim)  # [B * H, 2T, K]
     keys = both[:, :length]
-    log_decay = _wide(g).transpose(1, 2).reshape(-1, length).cumsum(1)[..., None]
-    # masked before and after: exponents are never positive, and nothing later is seen
-    decay = (log_decay - log_decay.mT).tril().exp_().tril_()
+    g = _wide(g).transpose(1, 2).reshape(-1, length)
+    decay = interval_decays(g)  # [B * H, T, 1 + T]
     scores = torch.bmm(both, keys.mT)
     strength = _wide(beta).transpose(1, 2).reshape(-1, length, 1)
     target = _wide(value).transpose(1, 2).reshape(-1, length, v_dim)
     if initial_state is not None:
-        factor = log_decay.exp()
+        factor = decay[..., :1]
         reads = torch.bmm(both, initial_state.to(both.dtype).reshape(-1, k_dim, v_dim))
         target = torch.addcmul(target, reads[:, :length], factor, value=-1)
     # a unitriangular solve reads what lies strictly below the diagonal
-    system = scores[:, :length] * decay * strength
+    system = scores[:, :length] * decay[..., 1:] * strength
     updates = torch.linalg.solve_triangular(system, target * strength, upper=False, unitriangular=True)
-    outputs = torch.bmm(scores[:, length:] * decay, updates)
+    outputs = torch.bmm(scores[:, length:] * decay[..., 1:], updates)
     if initial_state is not None:
         outputs = outputs.addcmul_(reads[:, length:], factor)
-    keys, updates, log_decay, outputs = (x.unflatten(0, (batch, heads)) for x in (keys, updates, log_decay, outputs))
-    return outputs.transpose(1, 2) * k_dim**-0.5, Window(keys, updates, log_decay)
+    keys, updates, g, outputs = (x.unflatten(0, (batch, heads)) for x in (keys, updates, g[..., None], outputs))
+    return outputs.transpose(1, 2) * k_dim**-0.5, Window(keys, updates, g)
 
 
 def mamba2_window(
@@ -146,13 +163,13 @@ def mamba2_window(
         dt_bias, dt_softplus, dt_limit: As in the model's own scan.
 
     Returns:
-        `Window`: `B_t` as keys, `dt_t x_t` as updates, cumulative `dt_t A`.
+        `Window`: `B_t` as keys, `dt_t x_t` as updates, `dt_t A` as log decay.
     """
     heads = hidden_states.shape[2]
-    step, log_decay = mamba2_steps(dt, A, dt_bias, dt_softplus, dt_limit)
+    step, g = mamba2_steps(dt, A, dt_bias, dt_softplus, dt_limit)
     keys = _per_head(_wide(B), heads)
     updates = _per_head(_wide(hidden_states), heads) * step.transpose(1, 2)[..., None]
-    return Window(keys, updates, _cumulative(log_decay))
+    return Window(keys, updates, _gates(g))
 
 
 def mamba2_steps(
@@ -186,14 +203,15 @@ def window_outputs(query: torch.Tensor, window: Window, initial_state: torch.Ten
     Returns:
         `torch.Tensor` of shape `[B, H, T, V]`, float32.
     """
-    output = decayed_scores(query, window.keys, window.log_decay) @ window.updates
+    output = decayed_scores(query, window.keys, window.g) @ window.updates
     if initial_state is not None:
-        output = output + (query * window.log_decay.exp()) @ initial_state.to(query.dtype)
+        output = output + (query * window.g.cumsum(2).exp()) @ initial_state.to(query.dtype)
     return output
 
 
 def window_state(window: Window, initial_state: torch.Tensor | None, length: int | torch.Tensor) -> torch.Tensor:
-    """State after the first `length` tokens of a window: `S_n = exp(G_n) S_0 + sum_{i<=n} (exp(G_n - G_i) k_i) u_i^T`.
+    """State after the first `length` tokens of a window: `S_n = D_n0 S_0 + sum_{i<=n} (D_ni k_i) u_i^T`, where `D_ni`
+    is the decay from after token i (from the start) to after token n.
 
     Args:
         window (`Window`): The window.
@@ -204,22 +222,18 @@ def window_state(window: Window, initial_state: torch.Tensor | None, length: int
     Returns:
         `torch.Tensor` of shape `[B, H, K, V]`, float32.
     """
-    keys, updates, log_decay = window
+    keys, updates, g = window
     if isinstance(length, int):
-        total = log_decay[:, :, length - 1 : length] if length else torch.zeros_like(log_decay[:, :, :1])
-        keys, updates, log_decay = keys[:, :, :length], updates[:, :, :length], log_decay[:, :, :length]
-        weights = (total - log_decay).exp()
+        keys, updates, g = keys[:, :, :length], updates[:, :, :length], g[:, :, :length]
     else:
-        last = (length - 1).clamp_min(0).view(-1, 1, 1, 1).expand(-1, log_decay.shape[1], 1, log_decay.shape[3])
-        total = log_decay.gather(2, last).masked_fill((length == 0).view(-1, 1, 1, 1), 0.0)
-        kept = torch.arange(keys.shape[2], device=keys.device) < length[:, None]  # [B, T]
-        # the exponent is masked, not the result: a rejected suffix may hold anything, NaN included
-        weights = (total - log_decay).masked_fill(~kept[:, None, :, None], float("-inf")).exp()
-        updates = updates.masked_fill(~kept[:, None, :, None], 0.0)
-        keys = keys.masked_fill(~kept[:, None, :, None], 0.0)
-    state = (keys * weights).mT @ updates
+        dropped = torch.arange(keys.shape[2], device=keys.device) >= length[:, None]  # [B, T]
+        # a rejected suffix may hold anything, NaN included; a token that neither decays nor writes changes nothing
+        keys, updates, g = (x.masked_fill(dropped[:, None, :, None], 0.0) for x in window)
+    # summed from the end: 0 for the last token, over all tokens for the state before the window; [B, H, n + 1, 1|K]
+    decays = F.pad(g.flip(2), (0, 0, 1, 0)).cumsum(2).exp_().flip(2)
+    state = (keys * decays[:, :, 1:]).mT @ updates
     if initial_state is not None:
-        state.addcmul_(initial_state.to(state.dtype), total.exp().mT)  # in place: no third state
+        state.addcmul_(initial_state.to(state.dtype), decays[:, :, :1].mT)  # in place: no third state
     return state
 
 
@@ -234,21 +248,20 @@ def grouped_query(query: torch.Tensor, heads: int) -> torch.Tensor:
     return _per_head(_wide(query), heads)
 
 
-def decayed_scores(
-    rows: torch.Tensor, columns: torch.Tensor, log_decay: torch.Tensor, strict: bool = False
-) -> torch.Tensor:
-    """`sum_d rows_td columns_id exp(G_td - G_id)` for i <= t (i < t if `strict`), 0 elsewhere; `[B, H, T, T]`.
+def decayed_scores(rows: torch.Tensor, columns: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """`sum_d rows_td columns_id D_tid` for i <= t, 0 elsewhere; `[B, H, T, T]`.
 
-    The exponent is the pairwise difference, never positive for i <= t: factoring it would overflow float32 once `|G|`
-    passes 88.
+    `D_tid` is the decay from after token i to after token t, for `g` of shape `[B, H, T, 1]` the same for all
+    channels. It is taken pairwise: factored into `exp(G_t) exp(-G_i)` it would overflow float32 once `|G|` passes 88.
+    A decay per channel therefore takes memory for `[B, H, T, T, K]`, which the T of a drafted block (up to 33) keeps
+    small.
     """
+    if g.shape[-1] == 1:
+        return (rows @ columns.mT) * interval_decays(g.squeeze(-1))[..., 1:]
     length = rows.shape[2]
-    below = torch.ones(length, length, dtype=torch.bool, device=rows.device).tril(-1 if strict else 0)
-    if log_decay.shape[-1] == 1:
-        decay = (log_decay - log_decay.mT).masked_fill(~below, float("-inf")).exp()
-        return (rows @ columns.mT) * decay
-    decay = (log_decay.unsqueeze(3) - log_decay.unsqueeze(2)).masked_fill(~below[..., None], float("-inf")).exp()
-    return torch.einsum("bhtk,bhik,bhtik->bhti", rows, columns, decay)  # decay [B, H, T, T, K]
+    is_outside = torch.ones(length, length, dtype=torch.bool, device=rows.device).triu()  # [t, i]: t is not after i
+    decay = g.unsqueeze(3).masked_fill(is_outside[..., None], 0.0).cumsum(2).exp_()  # [B, H, T, T, K]
+    return torch.einsum("bhtk,bhik,bhtik->bhti", rows, columns, decay).tril()
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -267,7 +280,7 @@ def _per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _cumulative(g: torch.Tensor) -> torch.Tensor:
-    """Log decay `[B, T, H(, K)]` -> summed over the window, `[B, H, T, 1|K]`."""
-    total = _wide(g).transpose(1, 2).cumsum(2)
-    return total[..., None] if total.dim() == 3 else total
+def _gates(g: torch.Tensor) -> torch.Tensor:
+    """Log decay `[B, T, H(, K)]` -> `[B, H, T, 1|K]`."""
+    g = _wide(g).transpose(1, 2)
+    return g[..., None] if g.dim() == 3 else g

@@ -1,0 +1,253 @@
+"""Reader experiments: drafters that differ in one thing, trained side by side on the same target forwards.
+
+    python examples/ablate_reader.py --target examples/research_target --data research_data --text ablation_text
+        --out screen.json
+
+Every arm (see ablation_arms.py) sees the same rows of corpus text, at random offsets, and the same random anchors in
+the same order, for the same number of steps of AdamW with a cosine. Afterwards all of them are measured on text that
+the target drew itself at temperature 1 (ablation_text.py), anchors spread over its last `--held-new` tokens:
+
+    tau_of_samples   1 + mean of prod min(1, q / p) over the text's own tokens: what speculative sampling accepts
+    tau              1 + product of 1 - TV, which is biased
+
+`--seconds` is the time for training and everything is planned from a few measured steps. `--part test` is for settings
+that are frozen. A try on a CPU:
+
+    python examples/ablate_reader.py --target examples/research_target --data research_data --text ablation_text
+        --out tried.json --steps 2 --batch 2 --anchors 4 --row 256 --held 2 --held-anchors 4 --arms dspark conditioned
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import platform
+import sys
+import time
+
+import torch
+import transformers
+from ablation_arms import ARMS, SCREEN, Arm, make_drafter
+from ablation_training import Training, into, measured, memory_for
+from on_policy_text import check_least, read_rows, read_tokens, target_vocabulary
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import ready_hf
+from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors, legal_anchors
+from ready_hf.losses import LossSums
+
+
+STARTED = time.perf_counter()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+REAL, WRONG = "real", ("zeros", "another row's", "one anchor old")
+
+
+def elapsed() -> float:
+    """Seconds since the program started."""
+    return time.perf_counter() - STARTED
+
+
+class Batches:
+    """Rows of a token file at random offsets with random anchors, as what a drafter learns from."""
+
+    def __init__(self, frozen: FrozenTarget, tokens: torch.Tensor, args: argparse.Namespace, seed: int):
+        self.frozen, self.tokens, self.args = frozen, tokens, args
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def next(self) -> DraftingBatch:
+        """The next batch."""
+        args = self.args
+        offsets = torch.randint(len(self.tokens) - args.row, (args.batch, 1), generator=self.generator)
+        ids = self.tokens[offsets + torch.arange(args.row)].to(DEVICE)
+        legal = legal_anchors(torch.ones(ids.shape, dtype=torch.long), args.block)
+        legal[:, -args.block - 2 :] = False  # room for the arm that sees one feature more
+        positions, mask = choose_anchors(legal, args.anchors, self.generator)
+        return self.frozen.batch(ids, positions.to(DEVICE), mask.to(DEVICE))
+
+
+def wrong_states(batch: DraftingBatch, kind: str) -> DraftingBatch:
+    """The batch with states that a reader should not be served."""
+    states = batch.states
+    if kind == "zeros":
+        states = torch.zeros_like(states)
+    elif kind == "another row's":
+        states = states.roll(1, 0)
+    elif kind == "one anchor old":
+        states = torch.cat([states[:, :1], states[:, :-1]], dim=1)
+    return dataclasses.replace(batch, states=states)
+
+
+@torch.no_grad()
+def evaluate(
+    trainings: list[Training], frozen: FrozenTarget, rows: torch.Tensor, args: argparse.Namespace
+) -> dict[str, dict]:
+    """Metrics of every arm, a reader's also with wrong states, over rows `[N, T]`; by part of the rows too."""
+    total: dict[tuple[str, str], LossSums] = {}
+    parts: dict[str, list[float]] = {}
+    for training in trainings:
+        training.drafter.eval()
+    for ids in rows.long().split(args.held_batch):
+        written = torch.ones_like(ids)
+        written[:, : ids.shape[1] - args.held_new] = 0
+        legal = legal_anchors(torch.ones_like(ids), args.block, 1, written)
+        legal[:, -args.block - 2 :] = False
+        anchors, mask = choose_anchors(legal, args.held_anchors)
+        batch = frozen.batch(ids.to(DEVICE), anchors.to(DEVICE), mask.to(DEVICE))
+        for training in trainings:
+            arm = training.arm
+            for kind in (REAL, *WRONG) if arm.reader else (REAL,):
+                sums = measured(arm, training.drafter, frozen, wrong_states(batch, kind)).map(
+                    lambda x: x.double().cpu()
+                )
+                key = (arm.name, kind)
+                total[key] = total[key] + sums if key in total else sums
+                if kind == REAL:
+                    parts.setdefault(arm.name, []).append(round(sums.metrics()["tau_of_samples"], 5))
+    found: dict[str, dict] = {}
+    for (name, kind), sums in total.items():
+        metrics = {key: round(value, 5) for key, value in sums.metrics().items()}
+        if kind == REAL:
+            found[name] = {**metrics, "tau_of_samples_by_part": parts[name], "wrong_states": {}}
+        else:
+            found[name]["wrong_states"][kind] = metrics["tau_of_samples"]
+    return found
+
+
+def make_arms(target: PreTrainedModel, frozen: FrozenTarget, args: argparse.Namespace, steps: int) -> list[Training]:
+    """Fresh drafters in training, the same seed for all."""
+    made = []
+    for name in args.arms:
+        torch.manual_seed(args.seed)
+        made.append(Training(ARMS[name], make_drafter(target, ARMS[name], args).to(DEVICE), frozen, args.lr, steps))
+    return made
+
+
+def train(target: PreTrainedModel, frozen: FrozenTarget, tokens: torch.Tensor, args: argparse.Namespace) -> list:
+    """All arms, step by step on the same batches."""
+    batches = Batches(frozen, tokens, args, args.seed)
+    memory = memory_for(batches.next())
+    trainings = make_arms(target, frozen, args, args.steps or 1)
+    if DEVICE == "cuda":
+        pool = None
+        for training in trainings:
+            pool = training.capture(memory, pool)
+        print(
+            f"{len(trainings)} graphs after {elapsed():.0f} s, {torch.cuda.max_memory_allocated() / 1e9:.0f} GB",
+            flush=True,
+        )
+    step, steps, start, measured_from = 0, args.steps, time.perf_counter(), 5
+    while steps is None or step < steps:
+        into(memory, batches.next())
+        for training in trainings:
+            training.steps = steps or 10**6
+            training.step(memory, step)
+        step += 1
+        if steps is None and step in (measured_from, 3 * measured_from):
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            if step == measured_from:
+                start = time.perf_counter()
+                continue
+            per_step = (time.perf_counter() - start) / (2 * measured_from)
+            steps = step + int(min(args.seconds, args.limit - elapsed() - args.reserve) / per_step)
+            print(f"{per_step * 1e3:.0f} ms a step of {len(trainings)} arms: {steps} steps", flush=True)
+        if step % args.report == 0:
+            shown = " ".join(f"{training.loss.item():.4f}" for training in trainings)
+            print(f"step {step}, {elapsed():.0f} s: {shown}", flush=True)
+            if elapsed() > args.limit - args.reserve:
+                print("out of time", flush=True)
+                break
+    args.done = step
+    return trainings
+
+
+def print_table(arms: dict[str, dict]) -> None:
+    """One line per arm; gains are over the first one."""
+    base = next(iter(arms.values()))["tau_of_samples"]
+    for name, found in arms.items():
+        tau, wrong = found["tau_of_samples"], " ".join(f"{value:.3f}" for value in found["wrong_states"].values())
+        print(
+            f"{name:32} {found['parameters'] / 1e6:.2f} M  loss {found['training_loss']:.4f}  tau {found['tau']:.4f}",
+            end="",
+        )
+        print(f"  of samples {tau:.4f} ({(tau / base - 1) * 100:+.1f} %)  {wrong}", flush=True)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", required=True, help="folder of the target")
+    parser.add_argument("--data", type=pathlib.Path, required=True, help="folder of train.bin")
+    parser.add_argument("--text", type=pathlib.Path, required=True, help="folder that ablation_text.py wrote")
+    parser.add_argument("--part", choices=["validation", "test"], default="validation")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="a JSON file")
+    parser.add_argument("--save", type=pathlib.Path, help="a folder for the drafters")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=[arm.name for arm in SCREEN])
+    parser.add_argument("--seconds", type=float, default=400, help="training time")
+    parser.add_argument("--limit", type=float, default=540, help="everything ends within these seconds")
+    parser.add_argument("--reserve", type=float, default=40, help="of these, for measuring")
+    parser.add_argument("--steps", type=int, help="default: as many as fit")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    sizes = {
+        "seed": 0,
+        "batch": 32,
+        "row": 2048,
+        "anchors": 32,
+        "held": 128,
+        "held_new": 512,
+        "held_anchors": 96,
+        "held_batch": 16,
+    }
+    sizes |= {"block": 8, "layers": 2, "intermediate": 512, "head_dim": 64, "window": 512, "markov_rank": 64}
+    sizes |= {"mask_token_id": 1, "report": 200}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    args = parser.parse_args(arguments)
+    least = dict.fromkeys(("steps", "batch", "anchors", "held", "held_new", "held_anchors"), 1)
+    least |= dict.fromkeys(("held_batch", "layers", "report"), 1)
+    check_least(args, {**least, "row": 4 * args.block})
+    return args
+
+
+def main() -> None:
+    """Train, measure, write."""
+    args = parse()
+    size = target_vocabulary(args.target)
+    tokens = read_tokens(args.data / "train.bin", size, args.row)
+    rows = torch.from_numpy(read_rows(args.text / f"{args.part}.npy"))[: args.held]
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(DEVICE).eval().requires_grad_(False)
+    ready_hf.ensure_patched(target)
+    torch.manual_seed(args.seed)
+    largest = Arm("all states")
+    frozen = FrozenTarget(target, make_drafter(target, largest, args).config)
+    trainings = train(target, frozen, tokens, args)
+    found = evaluate(trainings, frozen, rows, args)
+    record = {
+        "command": f"python {' '.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])}",
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__}
+        | {"ready_hf": ready_hf.__version__, "python": platform.python_version()},
+        "options": {k: v if isinstance(v, int | float | list | None) else str(v) for k, v in vars(args).items()},
+        "steps": args.done,
+        "arms": {},
+    }
+    for training in trainings:
+        name = training.arm.name
+        record["arms"][name] = {
+            "parameters": training.drafter.num_parameters(),
+            "training_loss": round(training.loss.item(), 5),
+            **found[name],
+        }
+        if args.save is not None:
+            folder = args.save / name.replace(" ", "_").replace(",", "")
+            training.drafter.to(torch.bfloat16).save_pretrained(folder)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print_table(record["arms"])
+    print(f"done after {elapsed():.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The arms of the reader experiments: drafters that differ in one thing and are trained alike."""
+
+import argparse
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ready_hf import ReadyDrafterConfig, ReadyDrafterModel
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One drafter of an experiment.
+
+    Args:
+        name (`str`): In tables and files.
+        options (`dict`): Fields of `ReadyDrafterConfig`.
+        reader (`bool`): Whether it reads states.
+        reader_lr (`float`): Learning rate of the reader, as a multiple of everybody's.
+        stages (`tuple[float, float]`): Shares of the steps after which the reader starts, and then the rest goes
+            on: between the two only the reader learns. (0, 0) is joint training.
+        as_large_as (`Arm`, *optional*): Its MLPs are made so wide that both have as many parameters.
+        next_feature (`bool`): It sees the target's features of the anchor, which no drafter can have: a probe of the
+            ceiling.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    reader: bool = True
+    reader_lr: float = 1.0
+    stages: tuple[float, float] = (0.0, 0.0)
+    as_large_as: "Arm | None" = None
+    next_feature: bool = False
+
+
+def _reader(name: str, reader_lr: float = 1.0, stages: tuple[float, float] = (0.0, 0.0), **options: Any) -> Arm:
+    return Arm(name, {f"reader_{key}": value for key, value in options.items()}, True, reader_lr, stages)
+
+
+WHOLE = {"sliding_window": None}
+SLOT = ["anchor", "context", "slot"]
+READY = _reader("conditioned")
+SCREEN = [
+    Arm("dspark", reader=False),
+    Arm("dspark, as large", reader=False, as_large_as=READY),
+    READY,  # queries with terms from anchor and context, full projection of rank 64, at the input, reads normalised
+    _reader("static", conditioning=[]),
+    _reader("bilinear 8", projection="bilinear", rank=8),
+    _reader("rank 256", rank=256),
+    _reader("full query rank", query_rank=None),
+    _reader("4 queries", num_queries=4),
+    _reader("before every layer", injection="layers"),
+    _reader("before the norm", injection="head"),
+    _reader("by slot", injection="last", conditioning=SLOT),
+    _reader("by slot, before the norm", injection="head", conditioning=SLOT),
+    _reader("states normalised", normalization="state"),
+    _reader("gate", gate=True),
+    _reader("staged", stages=(0.4, 0.6)),
+    _reader("reader lr x 0.3", reader_lr=0.3),
+]
+CEILING = [
+    _reader("large reader", injection="last", conditioning=SLOT, num_queries=4, rank=512, query_rank=None),
+    Arm("dspark with the next feature", reader=False, next_feature=True),
+]
+FULL = ", full attention"  # after a name: drafter layers see the whole context, whatever `--window` says
+ARMS = {arm.name: arm for arm in [*SCREEN, *CEILING]}
+ARMS |= {name + FULL: replace(arm, name=name + FULL, options=arm.options | WHOLE) for name, arm in ARMS.items()}
+
+
+def make_config(target: PreTrainedModel, arm: Arm, args: argparse.Namespace, **options: Any) -> ReadyDrafterConfig:
+    """The arm's configuration, with the sizes of the command line."""
+    heads = target.config.get_text_config().hidden_size // args.head_dim
+    sizes = {
+        "block_size": args.block,
+        "num_hidden_layers": args.layers,
+        "intermediate_size": args.intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 2),
+        "head_dim": args.head_dim,
+        "sliding_window": args.window or None,
+        "markov_rank": args.markov_rank,
+    }
+    return ReadyDrafterConfig.for_target(
+        target, reader=arm.reader, mask_token_id=args.mask_token_id, **{**sizes, **arm.options, **options}
+    )
+
+
+def make_drafter(target: PreTrainedModel, arm: Arm, args: argparse.Namespace) -> ReadyDrafterModel:
+    """A fresh drafter; seed it before."""
+    config = make_config(target, arm, args)
+    if arm.as_large_as is None:
+        return ReadyDrafterModel(config)
+    wanted = ReadyDrafterModel(make_config(target, arm.as_large_as, args)).num_parameters()
+    missing = wanted - ReadyDrafterModel(config).num_parameters()
+    width = 3 * config.hidden_size * config.num_hidden_layers  # parameters of one more channel in every MLP
+    config = make_config(target, arm, args, intermediate_size=config.intermediate_size + round(missing / width))
+    return ReadyDrafterModel(config)

@@ -1,0 +1,55 @@
+"""Texts that the research target writes itself, for measuring drafters: samples at temperature 1 after long prompts.
+
+    python examples/ablation_text.py --target examples/research_target --data research_data --out ablation_text
+
+For validation and for test: prompts at even offsets in the packages of that part, continued to whole rows by `--new`
+tokens. The mask token is never written; an end of file does not end a row.
+"""
+
+import argparse
+import pathlib
+
+import torch
+from on_policy_text import check_least, continuations, make_folder, read_tokens, save_rows, target_vocabulary
+from transformers import AutoModelForCausalLM
+
+import ready_hf
+
+
+PARTS = ("validation", "test")
+
+
+def main() -> None:
+    """Writes `validation.npy` and `test.npy`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", required=True, help="folder of the target")
+    parser.add_argument("--data", type=pathlib.Path, required=True, help="folder of validation.bin and test.bin")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="a folder")
+    for name, default in {"rows": 128, "row": 1536, "new": 512, "batch": 128, "mask_token_id": 1, "seed": 11}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    args = parser.parse_args()
+    check_least(args, {"rows": 1, "row": 4, "new": 1, "batch": 1})
+    vocabulary, size = target_vocabulary(args.target), args.row - args.new
+    if size < 1:
+        raise SystemExit(f"--new must be less than --row, got {args.new} and {args.row}")
+    prompts = []
+    for part in PARTS:
+        tokens = read_tokens(args.data / f"{part}.bin", vocabulary, size)
+        prompts.append(
+            tokens[torch.linspace(0, len(tokens) - size - 1, args.rows).long()[:, None] + torch.arange(size)]
+        )
+    make_folder(args.out)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval()
+    ready_hf.ensure_patched(model)
+    texts = []
+    for i, batch in enumerate(torch.cat(prompts).split(args.batch)):
+        texts.append(continuations(model, batch, args.row, True, args.mask_token_id, args.seed * 1000 + i))
+        print(f"{sum(map(len, texts))} of {len(PARTS) * args.rows} rows", flush=True)
+    for part, rows in zip(PARTS, torch.cat(texts).split(args.rows), strict=True):
+        save_rows(args.out / f"{part}.npy", rows)
+
+
+if __name__ == "__main__":
+    main()
