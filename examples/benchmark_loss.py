@@ -6,23 +6,17 @@ Every size runs in a process of its own, because a peak does not go down again.
 """
 
 import argparse
-import resource
 import subprocess
 import sys
 import time
 
 import torch
+from peak_memory import peak
 
 from ready_hf.losses import DraftingLoss
 
 
 VOCABULARY, SLOTS, HIDDEN = 248_320, 16, 64
-UNIT = 1 if sys.platform == "darwin" else 1024  # of `ru_maxrss`
-
-
-def peak() -> int:
-    """Bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT
 
 
 def measure(blocks: int, max_logits: int) -> tuple[int, float]:

@@ -7,12 +7,12 @@ small training that loads what training loads.
 """
 
 import argparse
-import resource
 import subprocess
 import sys
 import tempfile
 
 import torch
+from peak_memory import peak
 from transformers import AutoModelForCausalLM, PrinterCallback, Qwen3_5TextConfig
 from transformers.utils import logging
 
@@ -20,7 +20,6 @@ from ready_hf import ReadyDrafterConfig, ReadyDrafterModel, ensure_patched
 from ready_hf.training import ReadyTrainer, ReadyTrainingArguments
 
 
-UNIT = 1 if sys.platform == "darwin" else 1024  # of `ru_maxrss`
 WARM_UP = {"vocab": 97, "hidden": 64, "heads": 4, "channels": 16, "layers": 2, "rows": 2, "length": 40, "anchors": 3}
 BACKBONE = {"hidden": 512, "heads": 4, "channels": 32, "layers": 3, "rows": 2, "length": 512, "anchors": 64}
 CASES = {
@@ -33,11 +32,6 @@ CASES = {
     "bf16": {**BACKBONE, "bf16": True},
     "checkpointing": {**BACKBONE, "gradient_checkpointing": True},
 }
-
-
-def peak() -> int:
-    """Bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT
 
 
 def new_target(vocab: int, hidden: int, heads: int, channels: int, layers: int) -> torch.nn.Module:

@@ -8,12 +8,12 @@ a peak does not go down again.
 """
 
 import argparse
-import resource
 import subprocess
 import sys
 import time
 
 import torch
+from peak_memory import peak
 
 from ready_hf import ReadyDrafterConfig
 from ready_hf.anchor_states import AnchorStates
@@ -22,13 +22,7 @@ from ready_hf.state_reader import StateReader
 
 
 LAYERS, HEADS, KEY_HEADS, CHANNELS, HIDDEN, SLOTS = 4, 16, 8, 128, 64, 8
-UNIT = 1 if sys.platform == "darwin" else 1024  # of `ru_maxrss`
 WAYS = ("tensor", "layers")
-
-
-def peak() -> int:
-    """Bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT
 
 
 def new_reader() -> StateReader:

@@ -134,11 +134,11 @@ def run_example(name, *arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["states", "logits"])
 def test_the_estimate_is_what_a_training_takes(case):
-    """Above the weights; within a third, both ways. 1.00 and 0.97 were measured."""
+    """Above the weights. 1.0 to 1.14 and 0.97 were measured."""
     pytest.importorskip("resource", reason="Windows does not tell the peak of a process this way")
     _, estimated, measured, _ = run_example("benchmark_memory.py", case)
     assert int(measured) > 2e8
-    assert 0.75 < int(estimated) / int(measured) < 1.33
+    assert 0.7 < int(estimated) / int(measured) < 1.4
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ A state at an anchor follows from the state at the start of its chunk and from w
     S_a = D_0 S_chunk + sum_{i < a} D_{i+1} k_i w_i^T     (sum within the chunk, D_i the decay from token i to a)
 
 so a read is  S_a^T q = D_0 S_chunk^T q + sum_i D_{i+1} (k_i . q) w_i  and needs no S_a. States of chunks, keys and
-writes are kept once for all anchors; states exist for a few anchors of one layer at a time. Gradients flow into queries
-alone, and their formula is the same one with K and V exchanged, so nothing is kept for it either.
+writes are kept once for all anchors; states exist for a few anchors of one layer at a time. Gradients flow into
+queries alone, and their formula is the same one with K and V exchanged, so nothing is kept for it either.
 
 Where few anchors stand in a long row, or the recurrence is another one, a layer keeps its states at the anchors.
 
