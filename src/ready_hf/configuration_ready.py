@@ -77,12 +77,14 @@ class ReadyDrafterConfig(PreTrainedConfig):
             (embedding of the anchor), `"context"` (the last context feature), `"slot"` (the slot's hidden state where
             reads are added), any of them or none.
         reader_query_rank (`int`, *optional*): Rank of those additions; `None` for a full matrix.
+        reader_query_act (`str`, *optional*): Activation between the two maps of that rank; `None` for none.
         reader_num_queries (`int`): Queries of a slot per head.
         reader_injection (`"input"`, `"layers"`, `"last"` or `"head"`): Where reads are added: to the block's input,
             before every layer, before the last layer, or before the final norm.
         reader_normalization (`"read"`, `"state"` or `"none"`): Root mean square of every head's read is set to 1;
             every head's state is divided by its norm; nothing.
-        reader_gate (`bool`): Whether the anchor's embedding gates the mapped reads.
+        reader_gate (`bool`): Whether the mapped reads are gated.
+        reader_gate_inputs (`list[str]`): What the gate depends on: `"anchor"`, `"context"` or both.
     """
 
     model_type = "ready_drafter"
@@ -128,10 +130,12 @@ class ReadyDrafterConfig(PreTrainedConfig):
     reader_rank: int = 64
     reader_conditioning: list[str] | None = None
     reader_query_rank: int | None = 32
+    reader_query_act: str | None = None
     reader_num_queries: int = 1
     reader_injection: Literal["input", "layers", "last", "head"] = "input"
     reader_normalization: Literal["read", "state", "none"] = "read"
     reader_gate: bool = False
+    reader_gate_inputs: list[str] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name in kwargs:  # transformers keeps unknown fields, so a misspelt one would go unnoticed
@@ -149,6 +153,8 @@ class ReadyDrafterConfig(PreTrainedConfig):
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers)
         if self.reader_conditioning is None:
             self.reader_conditioning = ["anchor", "context"]
+        if self.reader_gate_inputs is None:
+            self.reader_gate_inputs = ["anchor"]
         super().__post_init__(**kwargs)
 
     @property
@@ -235,6 +241,18 @@ class ReadyDrafterConfig(PreTrainedConfig):
         allowed = {"anchor", "context", "slot"}
         if not set(self.reader_conditioning or ()) <= allowed:
             raise ValueError(f"`reader_conditioning` must be out of {sorted(allowed)}, got {self.reader_conditioning}")
+        allowed = {"anchor", "context"}
+        if not set(self.reader_gate_inputs or ()) <= allowed or (self.reader_gate and not self.reader_gate_inputs):
+            raise ValueError(
+                f"`reader_gate_inputs` must be out of {sorted(allowed)}, at least one, got {self.reader_gate_inputs}"
+            )
+        if self.reader_query_act is not None and (
+            self.reader_query_act not in ACT2FN or self.reader_query_rank is None
+        ):
+            raise ValueError(
+                "`reader_query_act` must be an activation that transformers knows, between two maps of "
+                f"`reader_query_rank`; got {self.reader_query_act!r} and rank {self.reader_query_rank}"
+            )
         if self.reads_by_slot and self.reader_injection not in ("last", "head"):
             raise ValueError(
                 '`reader_conditioning` with "slot" needs hidden states that know their slot: `reader_injection` must '

@@ -12,6 +12,7 @@ What a reader reads is ReaDy's (arXiv 2610.20503); the form of queries, maps, no
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
 from ready_hf import kernels
 from ready_hf.anchor_states import AnchorStates
@@ -38,17 +39,19 @@ class StateReader(nn.Module):
         self.normalization, self.eps = config.reader_normalization, config.rms_norm_eps
         self.num_outputs = config.num_hidden_layers if config.reader_injection == "layers" else 1
         self.query = nn.Parameter(torch.empty(config.block_size, *self.query_shape))
-        outputs, rank = layers * heads * keys, config.reader_query_rank
+        outputs, rank, act = layers * heads * keys, config.reader_query_rank, config.reader_query_act
         if self.conditioning:
-            self.query_proj = _low_rank(len(self.conditioning) * config.hidden_size, rank, outputs)
-        self.slot_proj = _low_rank(config.hidden_size, rank, outputs) if config.reads_by_slot else None
+            self.query_proj = _low_rank(len(self.conditioning) * config.hidden_size, rank, outputs, act)
+        self.slot_proj = _low_rank(config.hidden_size, rank, outputs, act) if config.reads_by_slot else None
         if config.reader_projection == "bilinear":
             self.head_map = nn.Parameter(torch.empty(layers, heads, values, config.reader_rank))
             latent = layers * heads * config.reader_rank
         else:
             self.down_proj = nn.Linear(layers * heads * values, config.reader_rank, bias=False)
             latent = config.reader_rank
-        self.gate_proj = nn.Linear(config.hidden_size, latent) if config.reader_gate else None
+        self.gate_inputs = tuple(sorted(config.reader_gate_inputs or ()))
+        gated = config.hidden_size * len(self.gate_inputs)
+        self.gate_proj = nn.Linear(gated, latent) if config.reader_gate else None
         self.up_proj = nn.Linear(latent, self.num_outputs * config.hidden_size, bias=False)
 
     def queries(
@@ -57,8 +60,7 @@ class StateReader(nn.Module):
         """Queries `[B, A, G, N, H * R, K]`; shapes of the arguments as in `forward`."""
         queries = self.query.expand(*anchor_embeds.shape[:2], *self.query.shape)
         if self.conditioning:
-            inputs = {"anchor": _unit_rms(anchor_embeds, self.eps), "context": context_features}
-            added = self.query_proj(torch.cat([inputs[name] for name in self.conditioning], dim=-1))
+            added = self.query_proj(self._inputs(self.conditioning, anchor_embeds, context_features))
             queries = queries + added.view(*added.shape[:2], 1, *self.query_shape)
         if self.slot_proj is not None:
             assert slots is not None
@@ -93,14 +95,17 @@ class StateReader(nn.Module):
         reads = torch.einsum("bagnhk,banhkv->bagnhv", queries.to(states.dtype), states)
         return _unit_rms(reads, self.eps) if self.normalization == "read" else reads
 
-    def project(self, reads: torch.Tensor, anchor_embeds: torch.Tensor) -> torch.Tensor:
-        """Residuals `[num_outputs, B, A, G, d]` from reads `[B, A, G, N, H * R, V]`, anchor embeddings `[B, A, d]`."""
+    def project(
+        self, reads: torch.Tensor, anchor_embeds: torch.Tensor, context_features: torch.Tensor
+    ) -> torch.Tensor:
+        """Residuals `[num_outputs, B, A, G, d]` from reads `[B, A, G, N, H * R, V]`; the others as in `forward`."""
         if hasattr(self, "head_map"):
             latent = torch.einsum("bagnhv,nhvr->bagnhr", reads, self.head_map).flatten(3)
         else:
             latent = self.down_proj(reads.flatten(3))
         if self.gate_proj is not None:
-            latent = latent * torch.sigmoid(self.gate_proj(_unit_rms(anchor_embeds, self.eps)))[:, :, None]
+            gate = self.gate_proj(self._inputs(self.gate_inputs, anchor_embeds, context_features))
+            latent = latent * torch.sigmoid(gate)[:, :, None]
         return torch.stack(self.up_proj(latent).chunk(self.num_outputs, dim=-1))
 
     def forward(
@@ -129,14 +134,20 @@ class StateReader(nn.Module):
         reads = self.read(queries, states)
         if count > 1:
             reads = reads.unflatten(2, (block_size, count)).movedim(3, 5).flatten(4, 5)
-        return self.project(reads.to(dtype), anchor_embeds)
+        return self.project(reads.to(dtype), anchor_embeds, context_features)
+
+    def _inputs(self, names: tuple[str, ...], anchor_embeds: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """`[B, A, len(names) * d]`."""
+        inputs = {"anchor": _unit_rms(anchor_embeds, self.eps), "context": context}
+        return torch.cat([inputs[name] for name in names], dim=-1)
 
 
-def _low_rank(inputs: int, rank: int | None, outputs: int) -> nn.Module:
-    """A linear map without bias, of full rank for `None`."""
+def _low_rank(inputs: int, rank: int | None, outputs: int, act: str | None) -> nn.Module:
+    """A linear map without bias, of full rank for `None`; with an activation between its two parts if there is one."""
     if rank is None:
         return nn.Linear(inputs, outputs, bias=False)
-    return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False))
+    down, up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+    return nn.Sequential(down, up) if act is None else nn.Sequential(down, ACT2FN[act], up)
 
 
 def _unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
