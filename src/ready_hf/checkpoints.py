@@ -17,6 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 logger = logging.getLogger(__name__)
 
+FSDP_OPTIMIZER_NAME = "optimizer.bin"  # a format of accelerate's own
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -39,6 +40,8 @@ def last_complete_checkpoint(folder: str | Path) -> Path:
         problem = incomplete(path)
         if problem is None:
             missing = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if not (path / name).is_file()]
+            if OPTIMIZER_NAME in missing and (path / FSDP_OPTIMIZER_NAME).is_file():
+                missing.remove(OPTIMIZER_NAME)
             if missing:
                 logger.warning(
                     "ready_hf: %s has no %s (saved with `save_only_model`?): optimizer, learning rate and stages "

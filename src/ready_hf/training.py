@@ -5,8 +5,8 @@
                                                      +--> drafter <----+--> drafting loss, chunk by chunk
 
 The trainer holds the target, but only the drafter is its model: nothing of the target is wrapped, optimised or saved.
-Anchors depend on the seed and the step alone, so a resumed run, another variant of the drafter, or (for rows of one
-length) another split of a batch into accumulated parts sees what it would have seen.
+The anchors of a row depend on the seed, its tokens and the epoch alone (`anchors.py`), so a resumed run, another variant
+of the drafter, or another split of a batch into processes and accumulated parts sees what it would have seen.
 
 Shapes: B rows, T tokens, A anchors, G slots, d hidden size.
 """
@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from ready_hf.anchors import anchors_of_rows
 from ready_hf.checkpoints import last_complete_checkpoint
 from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors, legal_anchors
 from ready_hf.losses import DraftingLoss, LossSums
 from ready_hf.modeling_ready import ReadyDrafterModel
 from ready_hf.schedules import freeze_rest, split_reader_groups
+from ready_hf.sharding import check_sharding, hide_missing_embeddings, whole
 
 
 logger = logging.getLogger(__name__)
@@ -191,7 +193,7 @@ class SkipNonFiniteSteps(TrainerCallback):
             return
         model = kwargs["model"]
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        if gradients and not bool(torch.nn.utils.get_total_norm(gradients).isfinite()):
+        if gradients and not bool(whole(torch.nn.utils.get_total_norm(gradients)).isfinite()):
             self.num_skipped += 1
             model.zero_grad(set_to_none=True)
             logger.warning(
@@ -214,7 +216,8 @@ class ReadyTrainer(Trainer):
 
     Raises:
         TypeError: no drafter, or other arguments than `ReadyTrainingArguments`.
-        ValueError: the drafter was not made for this target; several GPUs in one process.
+        ValueError: the drafter was not made for this target; several GPUs in one process; a way of sharding that
+        cannot train a drafter.
     """
 
     loss_is_scaled_for_ga = True  # read by transformers >= 5.24
@@ -249,6 +252,9 @@ class ReadyTrainer(Trainer):
         self._frozen = FrozenTarget(target, model.config)
         kwargs.setdefault("data_collator", DraftingCollator())
         super().__init__(model=model, args=args, **kwargs)
+        check_sharding(self.accelerator.state)
+        if self.is_fsdp_enabled:
+            hide_missing_embeddings(model)
         self.model_accepts_loss_kwargs = True  # with it transformers < 5.24 leaves the scaled loss alone
         self._skipping = SkipNonFiniteSteps()
         self.add_callback(self._skipping)
@@ -289,11 +295,8 @@ class ReadyTrainer(Trainer):
     ) -> tuple[list[Any], torch.Tensor | None]:
         """The batches of one optimizer step, with their anchors, and the slots that count in all of them together."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        generator = torch.Generator()
-        generator.manual_seed((seed * 1_000_003 + self.state.global_step) * 1_009 + self.args.process_index)
         for batch in batches:
-            self._add_anchors(batch, generator)
+            self._add_anchors(batch, epoch=int(self.state.epoch or 0))
         return batches, self._num_slots(batches, device) if batches else None
 
     def compute_loss(
@@ -323,7 +326,9 @@ class ReadyTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, None, None]:
         """Adds one batch to the evaluation; its anchors are spread evenly over the rows."""
-        inputs = self._prepare_inputs(inputs)
+        inputs = dict(self._prepare_inputs(inputs))
+        self._add_anchors(inputs)
+        inputs["anchor_mask"] = inputs["anchor_mask"] & self._is_own_row(inputs["anchor_mask"])
         with torch.no_grad():
             loss, sums = self.compute_loss(model, inputs, return_outputs=True)
         self._evaluated.append(sums)
@@ -357,7 +362,7 @@ class ReadyTrainer(Trainer):
     def _sums(self, model: Any, inputs: dict[str, Any]) -> LossSums:
         if "anchor_positions" not in inputs:
             inputs = dict(inputs)
-            self._add_anchors(inputs, None)
+            self._add_anchors(inputs)
         batch = self._frozen.batch(
             inputs["input_ids"],
             inputs["anchor_positions"],
@@ -369,12 +374,24 @@ class ReadyTrainer(Trainer):
         with self.accelerator.autocast():
             return drafting_sums(model, drafter, self._frozen, batch, self.args.drafting_loss)
 
-    def _add_anchors(self, batch: dict[str, Any], generator: torch.Generator | None) -> None:
+    def _is_own_row(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[B, 1]`, `False` for rows that only fill up the last batch of several processes, as many for each."""
+        state, counted = self.accelerator.gradient_state, len(rows)
+        if state.end_of_dataloader and state.remainder > 0:
+            counted = state.remainder - self.args.process_index * len(rows)
+        return torch.arange(len(rows), device=rows.device)[:, None] < counted
+
+    def _add_anchors(self, batch: dict[str, Any], epoch: int | None = None) -> None:
+        """At random by the epoch; evenly spread without one."""
         mask = batch.get("attention_mask")
         mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
         block_size = self._frozen.config.block_size
         legal = legal_anchors(mask, block_size, self.args.anchor_stride, batch.get("loss_mask"))
-        anchors = choose_anchors(legal, self.args.num_anchors, generator)
+        if epoch is None:
+            anchors = choose_anchors(legal, self.args.num_anchors)
+        else:
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            anchors = anchors_of_rows(legal, batch["input_ids"], mask, self.args.num_anchors, seed, epoch)
         batch["anchor_positions"], batch["anchor_mask"] = anchors
 
     def _warn_of_nothing(self, where: str) -> None:
