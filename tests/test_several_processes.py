@@ -22,16 +22,13 @@ from accelerate.commands.config.config_args import load_config_from_file  # noqa
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser  # noqa: E402
 from accelerate.utils import FullyShardedDataParallelPlugin  # noqa: E402
 from accelerate.utils.launch import prepare_multi_gpu_env  # noqa: E402
+
 from train_worker import train  # noqa: E402
 
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "accelerate"
 
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed"),
-]
+pytestmark = pytest.mark.slow
 TWO = {"per_device_train_batch_size": 2}
 STAGES = {"freeze_backbone_steps": 1, "reader_learning_rate": 3e-2}
 RUNS = {

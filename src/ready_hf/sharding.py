@@ -1,7 +1,7 @@
 """What a drafter's training needs where its parameters are sharded over processes.
 
-Loss and drafts call the drafter's heads outside of its forward. With FSDP 2 they belong to the root, whose parameters
-stay whole from the forward to the end of the backward, so that this works; other ways of sharding give them back before.
+The loss calls the drafter's heads outside of its forward. With FSDP 2 they belong to the root, whose parameters stay
+whole from the forward to the end of the backward, so that this works; other ways of sharding give them back before.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def hide_missing_embeddings(drafter: PreTrainedModel) -> None:
     Args:
         drafter (`ReadyDrafterModel`): The drafter, before it is sharded.
     """
-    drafter.get_input_embeddings = _none  # type: ignore[method-assign]
+    drafter.get_input_embeddings = _none
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@
                                                      +--> drafter <----+--> drafting loss, chunk by chunk
 
 The trainer holds the target, but only the drafter is its model: nothing of the target is wrapped, optimised or saved.
-The anchors of a row depend on the seed, its tokens and the epoch alone (`anchors.py`), so a resumed run, another variant
-of the drafter, or another split of a batch into processes and accumulated parts sees what it would have seen.
+The anchors of a row depend on the seed, its tokens and the epoch alone (`anchors.py`), so a resumed run, another
+variant of the drafter, or another split of a batch into processes and accumulated parts sees what it would have seen.
 
 Shapes: B rows, T tokens, A anchors, G slots, d hidden size.
 """
@@ -14,15 +14,17 @@ Shapes: B rows, T tokens, A anchors, G slots, d hidden size.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from ready_hf.anchors import anchors_of_rows
-from ready_hf.checkpoints import last_complete_checkpoint
+from ready_hf.checkpoints import check_optimizer, last_complete_checkpoint
 from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors, legal_anchors
+from ready_hf.hub import keep_or_write_card, name_on_hub
 from ready_hf.losses import DraftingLoss, LossSums
 from ready_hf.modeling_ready import ReadyDrafterModel
 from ready_hf.schedules import freeze_rest, split_reader_groups
@@ -204,6 +206,19 @@ class SkipNonFiniteSteps(TrainerCallback):
             )
 
 
+class CompleteFolder(TrainerCallback):
+    """Puts card and shim beside what a trainer uploads while it trains, which is the weights alone."""
+
+    def __init__(self, trainer: "ReadyTrainer") -> None:
+        self._trainer = trainer
+
+    def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Before every upload."""
+        if self._trainer.is_world_process_zero():
+            self._trainer.model.config.save_pretrained(args.output_dir)  # writes the shim
+            self._trainer.create_model_card()
+
+
 class ReadyTrainer(Trainer):
     """`Trainer` for a drafter; everything else is as in transformers.
 
@@ -258,14 +273,21 @@ class ReadyTrainer(Trainer):
         self.model_accepts_loss_kwargs = True  # with it transformers < 5.24 leaves the scaled loss alone
         self._skipping = SkipNonFiniteSteps()
         self.add_callback(self._skipping)
+        self.add_callback(CompleteFolder(self))
         self._evaluated: list[LossSums] = []
         if not (getattr(target, "hf_device_map", None) or getattr(target, "is_quantized", False)):
             target.to(args.device)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """As in `Trainer`; `resume_from_checkpoint=True` takes the newest checkpoint that is complete."""
+        """As in `Trainer`; `resume_from_checkpoint=True` takes the newest checkpoint that is complete.
+
+        Raises:
+            ValueError: no such checkpoint, or one that was trained in other stages.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_complete_checkpoint(self.args.output_dir))
+        if resume_from_checkpoint and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            check_optimizer(Path(resume_from_checkpoint), self.create_optimizer())
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -284,6 +306,35 @@ class ReadyTrainer(Trainer):
         if is_new and self.args.freeze_backbone_steps:
             freeze_rest(self.optimizer if optimizer is None else optimizer, scheduler, self.args.freeze_backbone_steps)
         return scheduler
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        finetuned_from: str | None = None,
+        dataset_tags: str | list[str] | None = None,
+        **unused: Any,
+    ) -> None:
+        """The card of a drafter, in `output_dir`; a valid one that is there stays if no fields are given.
+
+        Args:
+            language, license, tags: As in `ready_hf.hub.drafter_card`.
+            finetuned_from (`str`, *optional*): Its target. Default: where the target was loaded from, on the Hub.
+            dataset_tags (`str` or `list[str]`, *optional*): Training data on the Hub.
+            unused: What only transformers' plain card shows.
+        """
+        if self.is_world_process_zero():
+            keep_or_write_card(
+                self.accelerator.unwrap_model(self.model),
+                self.args.output_dir,
+                self.hub_model_id or Path(self.args.output_dir).absolute().name,
+                base_model=finetuned_from or name_on_hub(self._frozen.target),
+                language=language,
+                license=license,
+                tags=tags,
+                datasets=dataset_tags,
+            )
 
     @property
     def num_skipped_steps(self) -> int:
