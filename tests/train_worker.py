@@ -18,9 +18,13 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from ready_hf.sharding import whole
 from ready_hf.training import ReadyTrainer, ReadyTrainingArguments
 from support import drafter_for, random_prompt, tiny_target
+
+
+def whole(tensor):
+    """What all processes together hold, in each of them."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def uneven_rows(count):

@@ -6,8 +6,6 @@ whole from the forward to the end of the backward, so that this works; other way
 
 from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 
@@ -45,11 +43,6 @@ def hide_missing_embeddings(drafter: PreTrainedModel) -> None:
         drafter (`ReadyDrafterModel`): The drafter, before it is sharded.
     """
     drafter.get_input_embeddings = _none
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The value that all processes together hold, in each of them."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _none() -> None:

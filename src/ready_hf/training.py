@@ -28,7 +28,7 @@ from ready_hf.hub import keep_or_write_card, name_on_hub
 from ready_hf.losses import DraftingLoss, LossSums
 from ready_hf.modeling_ready import ReadyDrafterModel
 from ready_hf.schedules import freeze_rest, split_reader_groups
-from ready_hf.sharding import check_sharding, hide_missing_embeddings, whole
+from ready_hf.sharding import check_sharding, hide_missing_embeddings
 
 
 logger = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class SkipNonFiniteSteps(TrainerCallback):
             return
         model = kwargs["model"]
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        if gradients and not bool(whole(torch.nn.utils.get_total_norm(gradients)).isfinite()):
+        if gradients and not bool(torch.nn.utils.get_total_norm(gradients).isfinite()):
             self.num_skipped += 1
             model.zero_grad(set_to_none=True)
             logger.warning(
@@ -426,7 +426,7 @@ class ReadyTrainer(Trainer):
             return drafting_sums(model, drafter, self._frozen, batch, self.args.drafting_loss)
 
     def _is_own_row(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[B, 1]`, `False` for rows that only fill up the last batch of several processes, as many for each."""
+        """`[B, 1]`, `False` for rows that only fill up the last batch of several processes (not known of streams)."""
         state, counted = self.accelerator.gradient_state, len(rows)
         if state.end_of_dataloader and state.remainder > 0:
             counted = state.remainder - self.args.process_index * len(rows)
