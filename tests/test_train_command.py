@@ -68,6 +68,11 @@ def test_it_goes_on_from_a_checkpoint_and_from_a_drafter(target, data, tmp_path,
     for name, value in one.named_parameters():
         assert torch.allclose(value, dict(other.named_parameters())[name], atol=1e-6), name
 
+    capsys.readouterr()
+    assert train(target, data, straight, "--resume", "--freeze_backbone_steps", "1") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("ready-hf: checkpoint-3 was trained with the reader among the other parameters, and now")
+
     staged = tmp_path / "c"
     frozen = ["--freeze_backbone_steps", "3", "--drafter", str(straight)]
     assert train(target, data, staged, *frozen) == 0

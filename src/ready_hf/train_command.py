@@ -99,6 +99,8 @@ def run_training(settings: TrainSettings, options: Sequence[str] = ()) -> int:
             others = held_out and _rows(target, tokenizer, drafter.config, held_out, settings, "_on_policy_held_out")
         parts = _parts(rows, others, settings.held_out)
         trainer = ReadyTrainer(drafter, arguments, target=target, processing_class=tokenizer, **parts)
+        if checkpoint is not None:
+            trainer.check_checkpoint(checkpoint)
     except (ValueError, ImportError) as error:  # what the data, the trainer and the target refuse
         raise UsageError(str(error)) from error
     trainer.train(resume_from_checkpoint=checkpoint)

@@ -286,9 +286,18 @@ class ReadyTrainer(Trainer):
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_complete_checkpoint(self.args.output_dir))
-        if resume_from_checkpoint and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            check_optimizer(Path(resume_from_checkpoint), self.create_optimizer())
+        if resume_from_checkpoint:
+            self.check_checkpoint(resume_from_checkpoint)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def check_checkpoint(self, checkpoint: str | Path) -> None:
+        """Refuses to go on from a checkpoint that was trained in other stages, or with another drafter.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # they save optimizers in forms of their own
+            check_optimizer(Path(checkpoint), self.create_optimizer())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As in `Trainer`, with the reader in groups of its own if it learns differently."""
