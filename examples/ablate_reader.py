@@ -62,7 +62,12 @@ class Batches:
         legal = legal_anchors(torch.ones(ids.shape, dtype=torch.long), args.block)
         legal[:, -args.block - 2 :] = False  # room for the arm that sees one feature more
         positions, mask = choose_anchors(legal, args.anchors, self.generator)
-        return self.frozen.batch(ids, positions.to(DEVICE), mask.to(DEVICE))
+        return with_tensor_states(self.frozen.batch(ids, positions.to(DEVICE), mask.to(DEVICE)))
+
+
+def with_tensor_states(batch: DraftingBatch) -> DraftingBatch:
+    """The batch with the states of all anchors in one tensor, which a graph can be captured with."""
+    return batch if batch.states is None else dataclasses.replace(batch, states=batch.states.stack())
 
 
 def wrong_states(batch: DraftingBatch, kind: str) -> DraftingBatch:
@@ -92,7 +97,7 @@ def evaluate(
         legal = legal_anchors(torch.ones_like(ids), args.block, 1, written)
         legal[:, -args.block - 2 :] = False
         anchors, mask = choose_anchors(legal, args.held_anchors)
-        batch = frozen.batch(ids.to(DEVICE), anchors.to(DEVICE), mask.to(DEVICE))
+        batch = with_tensor_states(frozen.batch(ids.to(DEVICE), anchors.to(DEVICE), mask.to(DEVICE)))
         for training in trainings:
             arm = training.arm
             for kind in (REAL, *WRONG) if arm.reader else (REAL,):

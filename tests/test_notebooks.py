@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and are stored without outputs."""
+"""The notebooks run from top to bottom, show what they should, and are stored without outputs."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ nbclient = pytest.importorskip("nbclient", reason="nbclient is part of the dev e
 nbformat = pytest.importorskip("nbformat", reason="nbformat is part of the dev extra")
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples").glob("*.ipynb"))
+SHOWN = {"train": ["<th>Validation Loss</th>", "<th>Tau</th>", *(f"<th>Acceptance {k}</th>" for k in range(1, 9))]}
 
 
 def read(path: Path):
@@ -20,10 +21,19 @@ def read(path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path):
+    notebook = read(path)
     client = nbclient.NotebookClient(
-        read(path), timeout=120, kernel_name="python3", resources={"metadata": {"path": path.parent}}
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": path.parent}}
     )
     client.execute()
+    tables = [
+        output["data"]["text/html"]
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+        if "text/html" in output.get("data", {})
+    ]
+    for text in SHOWN.get(path.stem, ()):
+        assert any(text in table for table in tables), text
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -32,5 +42,5 @@ def test_notebook_is_stored_without_outputs(path):
         assert cell.cell_type != "code" or (cell.outputs == [] and cell.execution_count is None)
 
 
-def test_there_is_a_notebook_to_start_with():
-    assert "quickstart" in [path.stem for path in NOTEBOOKS]
+def test_there_are_notebooks_to_start_and_to_train_with():
+    assert {"quickstart", "train"} <= {path.stem for path in NOTEBOOKS}

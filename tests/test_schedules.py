@@ -151,6 +151,48 @@ def test_a_resumed_stage_is_the_straight_one(tmp_path, stop):
         assert torch.allclose(value, other, atol=1e-6), name
 
 
+STAGED = {"freeze_backbone_steps": 2, "reader_learning_rate": 3e-2}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        (STAGED, {}, "the reader apart, at a learning rate of 0.03, and now it is the reader among the other"),
+        ({}, STAGED, "with the reader among the other parameters, and now it is the reader apart"),
+        (
+            STAGED,
+            STAGED | {"reader_learning_rate": 1e-3},
+            "of 0.03, and now it is the reader apart.* of 0.001: r",
+        ),
+        ({}, {"weight_decay": 0.0}, None),
+        (STAGED, STAGED | {"freeze_backbone_steps": 3}, None),
+    ],
+    ids=str,
+)
+def test_resuming_in_other_stages_is_refused_in_one_sentence(tmp_path, first, then, message):
+    """Before anything is computed; a number of frozen steps alone is one that the same checkpoint can go on with."""
+    target = tiny_target("qwen3_5")
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    trainer_for(tmp_path, drafter_for(target), target, [Snapshots(1)], **saving, **first).train()
+    snapshots = Snapshots()
+    trainer = trainer_for(tmp_path, drafter_for(target), target, [snapshots], **saving, **then)
+    if message is None:
+        trainer.train(resume_from_checkpoint=True)
+        assert sorted(snapshots.weights) == [2, 3, 4]
+        return
+    with pytest.raises(ValueError, match=f"checkpoint-1 was trained .*{message}") as caught:
+        trainer.train(resume_from_checkpoint=True)
+    assert str(caught.value).count("\n") == 0
+    assert not snapshots.weights
+
+
+def test_resuming_with_another_drafter_is_refused_in_one_sentence(tmp_path):
+    target = tiny_target("qwen3_5")
+    trainer_for(tmp_path, dspark(target), target, [Snapshots(1)], save_strategy="steps", save_steps=1).train()
+    with pytest.raises(ValueError, match=r"groups of \[\d+, \d+\] parameters, and this drafter makes groups of"):
+        trainer_for(tmp_path, drafter_for(target), target).train(resume_from_checkpoint=True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -42,10 +42,12 @@ def test_a_drafter_comes_out_that_drafts(target, data, tmp_path, capsys, more):
     said = capsys.readouterr().out
     assert "3 steps, on 2 held-out rows" in said
     assert said.index("memory of a training step (estimate)") < said.index("3 steps, on")
+    shares = said.split("if all before them are: ")[1].split(", ")
+    assert len(shares) == (4 if more else 8)
     drafter = AutoModel.from_pretrained(out)
     assert drafter.config.has_reader is ("--no-reader" not in more)
     assert drafter.config.block_size == (4 if more else 8)
-    assert (out / "on_policy").is_dir() is not bool(more)
+    assert (out / "_on_policy").is_dir() is not bool(more)  # a name that no trainer uploads
     model = AutoModelForCausalLM.from_pretrained(target)
     inputs = AutoTokenizer.from_pretrained(target)(TEXTS[0], return_tensors="pt")
     options = {"max_new_tokens": 12, "do_sample": False}
@@ -67,6 +69,11 @@ def test_it_goes_on_from_a_checkpoint_and_from_a_drafter(target, data, tmp_path,
     for name, value in one.named_parameters():
         assert torch.allclose(value, dict(other.named_parameters())[name], atol=1e-6), name
 
+    capsys.readouterr()
+    assert train(target, data, straight, "--resume", "--freeze_backbone_steps", "1") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("ready-hf: checkpoint-3 was trained with the reader among the other parameters, and now")
+
     staged = tmp_path / "c"
     frozen = ["--freeze_backbone_steps", "3", "--drafter", str(straight)]
     assert train(target, data, staged, *frozen) == 0
@@ -77,6 +84,20 @@ def test_it_goes_on_from_a_checkpoint_and_from_a_drafter(target, data, tmp_path,
         assert torch.equal(made.state_dict()[name], value), name
 
 
+@pytest.mark.slow
+def test_it_evaluates_on_a_file_of_its_own_every_n_steps(target, data, tmp_path, capsys):
+    held_out = tmp_path / "held.jsonl"
+    held_out.write_text("".join(json.dumps({"text": text[::-1]}) + "\n" for text in TEXTS[:3]))
+    out = tmp_path / "drafter"
+    assert train(target, data, out, "--held-out-data", str(held_out), "--eval-steps", "2", "--no-reader") == 0
+    assert f"{len(TEXTS)} rows, 3 steps, on 3 held-out rows" in capsys.readouterr().out
+    history = json.loads((out / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
+    found = [entry for entry in history if "eval_tau" in entry]
+    assert [entry["step"] for entry in found] == [2, 3]  # and at the end
+    assert all(0 <= entry[f"eval_acceptance_{k}"] <= 1 for entry in found for k in range(1, 9))
+    assert (out / "_on_policy_held_out").is_dir()
+
+
 WRONG = [
     (["--data", "DATA"], "--target and --data must be given"),
     (["--target", "TARGET"], "--target and --data must be given"),
@@ -85,6 +106,12 @@ WRONG = [
     (["--target", "TARGET", "--data", "DATA", "--learning_rate", "fast"], "invalid float value: 'fast'"),
     (["--target", "TARGET", "--data", "DATA", "--num_anchors", "0"], "`num_anchors` must be at least 1, got 0"),
     (["--target", "TARGET", "--data", "DATA", "--output_dir", "x"], "the command's own option is --output-dir"),
+    (
+        ["--target", "TARGET", "--data", "DATA", "--eval-steps", "2", "--eval_steps=3"],
+        "the command's own option is --eval-steps",
+    ),
+    (["--target", "TARGET", "--data", "DATA", "--eval-steps", "0"], "--eval-steps must be at least 1, got 0"),
+    (["--target", "TARGET", "--data", "DATA", "--held-out-data", "gone.txt"], "gone.txt does not exist"),
     (["--target", "TARGET", "--data", "DATA", "--block-size", "1"], "--block-size must be 2 to 31, got 1"),
     (["--target", "TARGET", "--data", "DATA", "--max-length", "0"], "--max-length must be at least 1, got 0"),
     (["--target", "TARGET", "--data", "DATA", "--held-out", "0"], "--held-out must be at least 1, got 0"),

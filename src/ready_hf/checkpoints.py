@@ -9,14 +9,19 @@ import logging
 import re
 import zipfile
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from ready_hf.schedules import IS_READER
+
 
 logger = logging.getLogger(__name__)
 
+FSDP_OPTIMIZER_NAME = "optimizer.bin"  # a format of accelerate's own
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -39,6 +44,8 @@ def last_complete_checkpoint(folder: str | Path) -> Path:
         problem = incomplete(path)
         if problem is None:
             missing = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if not (path / name).is_file()]
+            if OPTIMIZER_NAME in missing and (path / FSDP_OPTIMIZER_NAME).is_file():
+                missing.remove(OPTIMIZER_NAME)
             if missing:
                 logger.warning(
                     "ready_hf: %s has no %s (saved with `save_only_model`?): optimizer, learning rate and stages "
@@ -53,6 +60,46 @@ def last_complete_checkpoint(folder: str | Path) -> Path:
     reason = f"none is complete: {'; '.join(skipped)}" if skipped else "there is none"
     raise ValueError(
         f"no checkpoint to go on from in {str(folder)!r}: {reason}. Start without `resume_from_checkpoint`"
+    )
+
+
+def check_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses to go on with an optimizer of other groups than the saved one, before torch does in its own words.
+
+    Args:
+        checkpoint (`Path`): A checkpoint folder; without a saved optimizer there is nothing to check.
+        optimizer (`torch.optim.Optimizer`): The one to go on with.
+
+    Raises:
+        ValueError: other stages, another learning rate of the reader, or another drafter.
+    """
+    path = checkpoint / OPTIMIZER_NAME
+    if not path.is_file():
+        return
+    saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["param_groups"]
+    found, wanted = _reader_rate(saved), _reader_rate(optimizer.param_groups)
+    if found != wanted:
+        raise ValueError(
+            f"{checkpoint.name} was trained with {_in_words(found)}, and now it is {_in_words(wanted)}: resume with "
+            "the `reader_learning_rate` and `freeze_backbone_steps` it had, or start a new training from its drafter"
+        )
+    sizes, own_sizes = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
+    if sizes != own_sizes:
+        raise ValueError(
+            f"the optimizer of {checkpoint.name} has groups of {sizes} parameters, and this drafter makes groups of "
+            f"{own_sizes}: resume with the drafter and the options it had, or start a new training from its drafter"
+        )
+
+
+def _reader_rate(groups: list[dict[str, Any]]) -> float | None:
+    """The learning rate that a reader in groups of its own started with; `None` if it has none."""
+    rates = [group.get("initial_lr", group["lr"]) for group in groups if group.get(IS_READER)]
+    return rates[0] if rates else None
+
+
+def _in_words(rate: float | None) -> str:
+    return (
+        "the reader among the other parameters" if rate is None else f"the reader apart, at a learning rate of {rate}"
     )
 
 

@@ -200,7 +200,14 @@ def train(
     ] = False,
     max_length: Annotated[int, typer.Option(help="Tokens of a row.")] = 1024,
     max_examples: Annotated[int | None, typer.Option(help="Examples of each source. [default: all]")] = None,
-    held_out: Annotated[int, typer.Option(help="Rows kept for evaluation.")] = 16,
+    held_out: Annotated[int, typer.Option(help="Rows of --data kept for evaluation.")] = 16,
+    held_out_data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SOURCE", help="As --data, to evaluate on; then --held-out takes nothing from --data."),
+    ] = None,
+    eval_steps: Annotated[
+        int | None, typer.Option(help="Evaluate every so many steps, by position in the block. [default: at the end]")
+    ] = None,
     device: DEVICE = "cpu",
     dtype: DTYPE = "float32",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")] = False,
@@ -220,6 +227,8 @@ def train(
         max_length=max_length,
         max_examples=max_examples,
         held_out=held_out,
+        held_out_data=tuple(held_out_data or ()),
+        eval_steps=eval_steps,
         device=device,
         dtype=dtype,
         resume=resume,

@@ -159,6 +159,30 @@ def save_to_folder(drafter: PreTrainedModel, folder: str | os.PathLike, card: Mo
     (Path(folder) / CARD_FILE).write_text(str(card), encoding="utf-8")
 
 
+def keep_or_write_card(drafter: PreTrainedModel, folder: str | os.PathLike, repo_id: str, **card_fields: Any) -> None:
+    """Writes a card into the folder of a training; a valid one that is there stays if there is nothing to say.
+
+    Args:
+        drafter (`ReadyDrafterModel`): The drafter.
+        folder (`str` or `os.PathLike`): What a trainer uploads.
+        repo_id (`str`): Where it goes.
+        card_fields: For `drafter_card`; `base_model` alone says nothing new.
+
+    Raises:
+        ValueError: anything that the Hub would refuse.
+    """
+    path, says_more = Path(folder) / CARD_FILE, any(v for n, v in card_fields.items() if n != "base_model")
+    if path.is_file() and not says_more and _is_valid(path.read_text(encoding="utf-8")):
+        return
+    path.write_text(str(drafter_card(drafter, repo_id, **card_fields)), encoding="utf-8")
+
+
+def name_on_hub(model: PreTrainedModel) -> str | None:
+    """The name under which a model was loaded from the Hub; `None` if it came from a folder, or from nowhere."""
+    name = model.name_or_path
+    return None if not name or "/" not in name or Path(name).exists() or _repo_id_problem(name) else name
+
+
 def push_to_hub(
     drafter: PreTrainedModel,
     repo_id: str,
@@ -232,6 +256,14 @@ def _with_plain_value(result: EvalResult) -> EvalResult | None:
 
 def _has_value(value: Any) -> bool:
     return value is not None and not (isinstance(value, float) and not math.isfinite(value))
+
+
+def _is_valid(text: str) -> bool:
+    try:
+        check_card(ModelCard(text))
+    except ValueError:
+        return False
+    return True
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from ready_hf.modeling_ready import ReadyDrafterModel
 from ready_hf.on_policy import OnPolicyOptions, regenerate
 from ready_hf.row_encoder import RowOptions
 from ready_hf.schedules import add_reader
-from ready_hf.text_sources import read_examples
+from ready_hf.text_sources import Example, read_examples
 from ready_hf.training import ReadyTrainer, ReadyTrainingArguments
 
 
@@ -38,6 +38,8 @@ class TrainSettings(Settings):
     max_length: int = 1024
     max_examples: int | None = None
     held_out: int = 16
+    held_out_data: tuple[str, ...] = ()
+    eval_steps: int | None = None
     resume: bool = False
 
     @property
@@ -59,8 +61,9 @@ class TrainSettings(Settings):
         for option, value in (("--max-length", self.max_length), ("--max-examples", self.max_examples)):
             if value is not None and value < 1:
                 raise UsageError(f"{option} must be at least 1, got {value}")
-        if self.held_out < 1:
-            raise UsageError(f"--held-out must be at least 1, got {self.held_out}")
+        for option, value in (("--held-out", self.held_out), ("--eval-steps", self.eval_steps)):
+            if value is not None and value < 1:
+                raise UsageError(f"{option} must be at least 1, got {value}")
         if self.output_dir.is_file():
             raise UsageError(f"--output-dir {self.output_dir} is a file")
 
@@ -86,20 +89,18 @@ def run_training(settings: TrainSettings, options: Sequence[str] = ()) -> int:
     arguments = training_arguments(settings, options)
     try:
         checkpoint = str(last_complete_checkpoint(settings.output_dir)) if settings.resume else None
-        examples = [example for source in settings.data for example in _limited(source, settings)]
+        examples, held_out = _examples(settings.data, settings), _examples(settings.held_out_data, settings)
         target, tokenizer = load_target(settings)
         target = target.to(arguments.device)
         set_seed(arguments.seed)  # a new drafter is the same in every run, and in every process
         drafter = _drafter(target, tokenizer, settings)
         with arguments.main_process_first(desc="on-policy text"):  # the others find it on disk
-            rows = _rows(target, tokenizer, drafter.config, examples, settings)
-        if len(rows) <= settings.held_out:
-            raise UsageError(f"{len(rows)} rows, and --held-out takes {settings.held_out}: give more --data")
-        parts = {
-            "eval_dataset": [rows[i] for i in range(settings.held_out)],
-            "train_dataset": [rows[i] for i in range(settings.held_out, len(rows))],
-        }
+            rows = _rows(target, tokenizer, drafter.config, examples, settings, "_on_policy")
+            others = held_out and _rows(target, tokenizer, drafter.config, held_out, settings, "_on_policy_held_out")
+        parts = _parts(rows, others, settings.held_out)
         trainer = ReadyTrainer(drafter, arguments, target=target, processing_class=tokenizer, **parts)
+        if checkpoint is not None:
+            trainer.check_checkpoint(checkpoint)
     except (ValueError, ImportError) as error:  # what the data, the trainer and the target refuse
         raise UsageError(str(error)) from error
     if trainer.is_world_process_zero():
@@ -111,7 +112,8 @@ def run_training(settings: TrainSettings, options: Sequence[str] = ()) -> int:
     if trainer.is_world_process_zero():
         print(
             f"{settings.output_dir}: {len(parts['train_dataset'])} rows, {trainer.state.global_step} steps, on "
-            f"{settings.held_out} held-out rows {metrics['eval_tau']:.2f} expected tokens a round"
+            f"{len(parts['eval_dataset'])} held-out rows {metrics['eval_tau']:.2f} expected tokens a round; drafts "
+            f"accepted if all before them are: {_by_position(metrics)}"
         )
     return 0
 
@@ -122,10 +124,15 @@ def training_arguments(settings: TrainSettings, options: Sequence[str]) -> Ready
     Raises:
         UsageError: an unknown option, or a value that is not allowed.
     """
+    own = {"--output_dir": "--output-dir", "--resume_from_checkpoint": "--resume"}
+    given = ["--output_dir", str(settings.output_dir), "--use_cpu", str(settings.device == "cpu")]
+    if settings.eval_steps is not None:
+        own |= {"--eval_steps": "--eval-steps", "--eval_strategy": "--eval-steps"}
+        given += ["--eval_strategy", "steps", "--eval_steps", str(settings.eval_steps)]
     for option in options:
-        if option.split("=")[0] in ("--output_dir", "--resume_from_checkpoint"):
-            raise UsageError(f"{option}: the command's own option is --output-dir or --resume")
-    given = ["--output_dir", str(settings.output_dir), "--use_cpu", str(settings.device == "cpu"), *options]
+        if option.split("=")[0] in own:
+            raise UsageError(f"{option}: the command's own option is {own[option.split('=')[0]]}")
+    given += options
     try:
         arguments, unknown = _Parser(ReadyTrainingArguments, allow_abbrev=False).parse_args_into_dataclasses(
             given, return_remaining_strings=True, look_for_args_file=False
@@ -137,9 +144,30 @@ def training_arguments(settings: TrainSettings, options: Sequence[str]) -> Ready
     return arguments
 
 
-def _limited(source: str, settings: TrainSettings) -> Any:
-    streaming = settings.max_examples is not None and not Path(source).exists()
-    return itertools.islice(read_examples(source, streaming=streaming), settings.max_examples)
+def _by_position(metrics: dict[str, float]) -> str:
+    """`61%, 43%, ...`, from the first position in the block on."""
+    names = (f"eval_acceptance_{k}" for k in itertools.count(1))
+    return ", ".join(f"{metrics[name]:.0%}" for name in itertools.takewhile(metrics.__contains__, names))
+
+
+def _examples(sources: Sequence[str], settings: TrainSettings) -> list[Example]:
+    found: list[Example] = []
+    for source in sources:
+        streaming = settings.max_examples is not None and not Path(source).exists()
+        found += itertools.islice(read_examples(source, streaming=streaming), settings.max_examples)
+    return found
+
+
+def _parts(rows: Any, others: Any, held_out: int) -> dict[str, list[Any]]:
+    """Rows to learn from, and rows to evaluate on: others if there are any, else the first ones."""
+    if others:
+        return {"eval_dataset": list(others), "train_dataset": list(rows)}
+    if len(rows) <= held_out:
+        raise UsageError(f"{len(rows)} rows, and --held-out takes {held_out}: give more --data")
+    return {
+        "eval_dataset": [rows[i] for i in range(held_out)],
+        "train_dataset": [rows[i] for i in range(held_out, len(rows))],
+    }
 
 
 def _drafter(
@@ -157,8 +185,9 @@ def _rows(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     config: ReadyDrafterConfig,
-    examples: list[Any],
+    examples: list[Example],
     settings: TrainSettings,
+    folder: str,
 ) -> Any:
     forbidden = (config.mask_token_id,)
     options = RowOptions(max_length=settings.max_length, vocab_size=config.vocab_size, forbidden_ids=forbidden)
@@ -170,4 +199,4 @@ def _rows(
     if longest >= settings.max_length:
         raise UsageError(f"a prompt has {longest} tokens, which leaves none of --max-length {settings.max_length}")
     written = OnPolicyOptions(max_new_tokens=settings.max_length - longest, forbidden_ids=forbidden)
-    return regenerate(target, tokenizer, prompts, settings.output_dir / "on_policy", written)
+    return regenerate(target, tokenizer, prompts, settings.output_dir / folder, written)

@@ -5,8 +5,8 @@
                                                      +--> drafter <----+--> drafting loss, chunk by chunk
 
 The trainer holds the target, but only the drafter is its model: nothing of the target is wrapped, optimised or saved.
-Anchors depend on the seed and the step alone, so a resumed run, another variant of the drafter, or (for rows of one
-length) another split of a batch into accumulated parts sees what it would have seen.
+The anchors of a row depend on the seed, its tokens and the epoch alone (`anchors.py`), so a resumed run, another
+variant of the drafter, or another split of a batch into processes and accumulated parts sees what it would have seen.
 
 Shapes: B rows, T tokens, A anchors, G slots, d hidden size.
 """
@@ -14,21 +14,28 @@ Shapes: B rows, T tokens, A anchors, G slots, d hidden size.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from ready_hf.checkpoints import last_complete_checkpoint
+from ready_hf.anchors import anchors_of_rows
+from ready_hf.checkpoints import check_optimizer, last_complete_checkpoint
 from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors, legal_anchors
+from ready_hf.hub import keep_or_write_card, name_on_hub
 from ready_hf.losses import DraftingLoss, LossSums
 from ready_hf.modeling_ready import ReadyDrafterModel
 from ready_hf.schedules import freeze_rest, split_reader_groups
+from ready_hf.sharding import check_sharding, hide_missing_embeddings
+from ready_hf.training_callbacks import CompleteFolder, SkipNonFiniteSteps
 from ready_hf.training_memory import TrainingMemory, training_memory
 
 
 logger = logging.getLogger(__name__)
+
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the option from transformers 5.24 on, and before
 
 
 @dataclass
@@ -177,32 +184,6 @@ def drafting_sums(
     )
 
 
-class SkipNonFiniteSteps(TrainerCallback):
-    """Drops the gradients of a step that has one that is not finite: the optimizer then changes nothing.
-
-    In float16 training the gradient scaler does that itself, and must find the gradients as they are.
-    """
-
-    def __init__(self) -> None:
-        self.num_skipped = 0
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Checks the gradients of the whole accumulated batch."""
-        if getattr(kwargs.get("optimizer"), "scaler", None) is not None:
-            return
-        model = kwargs["model"]
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        if gradients and not bool(torch.nn.utils.get_total_norm(gradients).isfinite()):
-            self.num_skipped += 1
-            model.zero_grad(set_to_none=True)
-            logger.warning(
-                "ready_hf: loss or gradient of step %d is not finite, so the step is skipped (%d so far): is the "
-                "learning rate too high, or the target overflowing in its dtype?",
-                state.global_step + 1,
-                self.num_skipped,
-            )
-
-
 class ReadyTrainer(Trainer):
     """`Trainer` for a drafter; everything else is as in transformers.
 
@@ -215,7 +196,8 @@ class ReadyTrainer(Trainer):
 
     Raises:
         TypeError: no drafter, or other arguments than `ReadyTrainingArguments`.
-        ValueError: the drafter was not made for this target; several GPUs in one process.
+        ValueError: the drafter was not made for this target; several GPUs in one process; a way of sharding that
+        cannot train a drafter.
     """
 
     loss_is_scaled_for_ga = True  # read by transformers >= 5.24
@@ -250,19 +232,38 @@ class ReadyTrainer(Trainer):
         self._frozen = FrozenTarget(target, model.config)
         kwargs.setdefault("data_collator", DraftingCollator())
         super().__init__(model=model, args=args, **kwargs)
+        check_sharding(self.accelerator.state)
+        if self.is_fsdp_enabled:
+            hide_missing_embeddings(model)
         self.model_accepts_loss_kwargs = True  # with it transformers < 5.24 leaves the scaled loss alone
         self._skipping = SkipNonFiniteSteps()
         self.add_callback(self._skipping)
+        self.add_callback(CompleteFolder(self))
         self._evaluated: list[LossSums] = []
         self._memory_is_told = False
         if not (getattr(target, "hf_device_map", None) or getattr(target, "is_quantized", False)):
             target.to(args.device)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """As in `Trainer`; `resume_from_checkpoint=True` takes the newest checkpoint that is complete."""
+        """As in `Trainer`; `resume_from_checkpoint=True` takes the newest checkpoint that is complete.
+
+        Raises:
+            ValueError: no such checkpoint, or one that was trained in other stages.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_complete_checkpoint(self.args.output_dir))
+        if resume_from_checkpoint:
+            self.check_checkpoint(resume_from_checkpoint)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def check_checkpoint(self, checkpoint: str | Path) -> None:
+        """Refuses to go on from a checkpoint that was trained in other stages, or with another drafter.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # they save optimizers in forms of their own
+            check_optimizer(Path(checkpoint), self.create_optimizer())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As in `Trainer`, with the reader in groups of its own if it learns differently."""
@@ -300,8 +301,37 @@ class ReadyTrainer(Trainer):
             autocast_dtype=torch.bfloat16 if options.bf16 else torch.float16 if options.fp16 else None,
             max_logits=options.max_logits_per_chunk,
             optimizer_values=(2.0 if "adam" in name else 1.0) / (4 if "8bit" in name else 1),
-            gradient_checkpointing=options.gradient_checkpointing,
+            gradient_checkpointing=any(getattr(options, name, False) for name in CHECKPOINTING),
         )
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        finetuned_from: str | None = None,
+        dataset_tags: str | list[str] | None = None,
+        **unused: Any,
+    ) -> None:
+        """The card of a drafter, in `output_dir`; a valid one that is there stays if no fields are given.
+
+        Args:
+            language, license, tags: As in `ready_hf.hub.drafter_card`.
+            finetuned_from (`str`, *optional*): Its target. Default: where the target was loaded from, on the Hub.
+            dataset_tags (`str` or `list[str]`, *optional*): Training data on the Hub.
+            unused: What only transformers' plain card shows.
+        """
+        if self.is_world_process_zero():
+            keep_or_write_card(
+                self.accelerator.unwrap_model(self.model),
+                self.args.output_dir,
+                self.hub_model_id or Path(self.args.output_dir).absolute().name,
+                base_model=finetuned_from or name_on_hub(self._frozen.target),
+                language=language,
+                license=license,
+                tags=tags,
+                datasets=dataset_tags,
+            )
 
     @property
     def num_skipped_steps(self) -> int:
@@ -313,11 +343,8 @@ class ReadyTrainer(Trainer):
     ) -> tuple[list[Any], torch.Tensor | None]:
         """The batches of one optimizer step, with their anchors, and the slots that count in all of them together."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        generator = torch.Generator()
-        generator.manual_seed((seed * 1_000_003 + self.state.global_step) * 1_009 + self.args.process_index)
         for batch in batches:
-            self._add_anchors(batch, generator)
+            self._add_anchors(batch, epoch=int(self.state.epoch or 0))
         if batches and not self._memory_is_told and self.is_world_process_zero():
             logger.info("ready_hf: %s", self.memory(*batches[0]["input_ids"].shape).table())
             self._memory_is_told = True
@@ -350,7 +377,9 @@ class ReadyTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, None, None]:
         """Adds one batch to the evaluation; its anchors are spread evenly over the rows."""
-        inputs = self._prepare_inputs(inputs)
+        inputs = dict(self._prepare_inputs(inputs))
+        self._add_anchors(inputs)
+        inputs["anchor_mask"] = inputs["anchor_mask"] & self._is_own_row(inputs["anchor_mask"])
         with torch.no_grad():
             loss, sums = self.compute_loss(model, inputs, return_outputs=True)
         self._evaluated.append(sums)
@@ -384,7 +413,7 @@ class ReadyTrainer(Trainer):
     def _sums(self, model: Any, inputs: dict[str, Any]) -> LossSums:
         if "anchor_positions" not in inputs:
             inputs = dict(inputs)
-            self._add_anchors(inputs, None)
+            self._add_anchors(inputs)
         batch = self._frozen.batch(
             inputs["input_ids"],
             inputs["anchor_positions"],
@@ -396,12 +425,24 @@ class ReadyTrainer(Trainer):
         with self.accelerator.autocast():
             return drafting_sums(model, drafter, self._frozen, batch, self.args.drafting_loss)
 
-    def _add_anchors(self, batch: dict[str, Any], generator: torch.Generator | None) -> None:
+    def _is_own_row(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[B, 1]`, `False` for rows that only fill up the last batch of several processes (not known of streams)."""
+        state, counted = self.accelerator.gradient_state, len(rows)
+        if state.end_of_dataloader and state.remainder > 0:
+            counted = state.remainder - self.args.process_index * len(rows)
+        return torch.arange(len(rows), device=rows.device)[:, None] < counted
+
+    def _add_anchors(self, batch: dict[str, Any], epoch: int | None = None) -> None:
+        """At random by the epoch; evenly spread without one."""
         mask = batch.get("attention_mask")
         mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
         block_size = self._frozen.config.block_size
         legal = legal_anchors(mask, block_size, self.args.anchor_stride, batch.get("loss_mask"))
-        anchors = choose_anchors(legal, self.args.num_anchors, generator)
+        if epoch is None:
+            anchors = choose_anchors(legal, self.args.num_anchors)
+        else:
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            anchors = anchors_of_rows(legal, batch["input_ids"], mask, self.args.num_anchors, seed, epoch)
         batch["anchor_positions"], batch["anchor_mask"] = anchors
 
     def _warn_of_nothing(self, where: str) -> None:

@@ -113,7 +113,7 @@ def test_c19_a_step_that_is_not_finite_is_skipped_and_reported(tmp_path, caplog,
         tmp_path, drafter, target, 4, save_strategy="steps", save_steps=3, gradient_accumulation_steps=1
     )
     assert trainer.num_skipped_steps == 2
-    assert [r.getMessage()[:50] for r in caplog.records if r.name == "ready_hf.training"] == [
+    assert [r.getMessage()[:50] for r in caplog.records if r.name == "ready_hf.training_callbacks"] == [
         f"ready_hf: loss or gradient of step {step} is not finite"[:50] for step in (1, 3)
     ]
     changed = [any(not torch.equal(a[n], b[n]) for n in a) for a, b in zip(seen[:-1], seen[1:], strict=True)]
