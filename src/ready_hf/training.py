@@ -35,7 +35,7 @@ from ready_hf.training_memory import TrainingMemory, training_memory
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the option from transformers 5.24 on, and before
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # transformers 5.24 renamed the option
 
 
 @dataclass
