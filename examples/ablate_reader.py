@@ -28,12 +28,13 @@ import time
 import torch
 import transformers
 from ablation_arms import ARMS, SCREEN, Arm, make_drafter
-from ablation_training import Training, into, measured, memory_for
+from ablation_batches import Batches, usable_anchors, with_tensor_states
+from ablation_training import Training, measured
 from on_policy_text import check_least, read_rows, read_tokens, target_vocabulary
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ready_hf
-from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors, legal_anchors
+from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors
 from ready_hf.losses import LossSums
 
 
@@ -45,29 +46,6 @@ REAL, WRONG = "real", ("zeros", "another row's", "one anchor old")
 def elapsed() -> float:
     """Seconds since the program started."""
     return time.perf_counter() - STARTED
-
-
-class Batches:
-    """Rows of a token file at random offsets with random anchors, as what a drafter learns from."""
-
-    def __init__(self, frozen: FrozenTarget, tokens: torch.Tensor, args: argparse.Namespace, seed: int):
-        self.frozen, self.tokens, self.args = frozen, tokens, args
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def next(self) -> DraftingBatch:
-        """The next batch."""
-        args = self.args
-        offsets = torch.randint(len(self.tokens) - args.row, (args.batch, 1), generator=self.generator)
-        ids = self.tokens[offsets + torch.arange(args.row)].to(DEVICE)
-        legal = legal_anchors(torch.ones(ids.shape, dtype=torch.long), args.block)
-        legal[:, -args.block - 2 :] = False  # room for the arm that sees one feature more
-        positions, mask = choose_anchors(legal, args.anchors, self.generator)
-        return with_tensor_states(self.frozen.batch(ids, positions.to(DEVICE), mask.to(DEVICE)))
-
-
-def with_tensor_states(batch: DraftingBatch) -> DraftingBatch:
-    """The batch with the states of all anchors in one tensor, which a graph can be captured with."""
-    return batch if batch.states is None else dataclasses.replace(batch, states=batch.states.stack())
 
 
 def wrong_states(batch: DraftingBatch, kind: str) -> DraftingBatch:
@@ -94,9 +72,7 @@ def evaluate(
     for ids in rows.long().split(args.held_batch):
         written = torch.ones_like(ids)
         written[:, : ids.shape[1] - args.held_new] = 0
-        legal = legal_anchors(torch.ones_like(ids), args.block, 1, written)
-        legal[:, -args.block - 2 :] = False
-        anchors, mask = choose_anchors(legal, args.held_anchors)
+        anchors, mask = choose_anchors(usable_anchors(torch.ones_like(ids), args.block, written), args.held_anchors)
         batch = with_tensor_states(frozen.batch(ids.to(DEVICE), anchors.to(DEVICE), mask.to(DEVICE)))
         for training in trainings:
             arm = training.arm
@@ -129,8 +105,9 @@ def make_arms(target: PreTrainedModel, frozen: FrozenTarget, args: argparse.Name
 
 def train(target: PreTrainedModel, frozen: FrozenTarget, tokens: torch.Tensor, args: argparse.Namespace) -> list:
     """All arms, step by step on the same batches."""
-    batches = Batches(frozen, tokens, args, args.seed)
-    memory = memory_for(batches.next())
+    shapes = {"batch_size": args.batch, "row": args.row, "num_anchors": args.anchors, "block_size": args.block}
+    batches = Batches(frozen, tokens, seed=args.seed, **shapes)
+    memory = batches.next()
     trainings = make_arms(target, frozen, args, args.steps or 1)
     if DEVICE == "cuda":
         pool = None
@@ -142,7 +119,7 @@ def train(target: PreTrainedModel, frozen: FrozenTarget, tokens: torch.Tensor, a
         )
     step, steps, start, measured_from = 0, args.steps, time.perf_counter(), 5
     while steps is None or step < steps:
-        into(memory, batches.next())
+        batches.next()
         for training in trainings:
             training.steps = steps or 10**6
             training.step(memory, step)

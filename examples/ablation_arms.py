@@ -60,50 +60,38 @@ SCREEN = [
     _reader("reader lr x 0.3", reader_lr=0.3),
 ]
 BOTH = ["anchor", "context"]
+SIMPLE = {"projection": "bilinear", "rank": 8, "gate": True}
+LAYERS = {**SIMPLE, "injection": "layers"}
+BEST = _reader("bilinear 8, gate 2, layers", **LAYERS, gate_inputs=BOTH)  # gate 2: by anchor and context
+SILU = {"query_rank": 256, "query_act": "silu"}
 LARGEST = _reader(
     "bilinear 16, gate 2, layers, silu 256, 4 queries",
-    projection="bilinear",
-    rank=16,
-    gate=True,
+    **{**LAYERS, "rank": 16},
+    **SILU,
     gate_inputs=BOTH,
-    injection="layers",
-    query_rank=256,
-    query_act="silu",
     num_queries=4,
 )
 COMBINED = [  # of what helped alone
-    _reader("bilinear 8, gate", projection="bilinear", rank=8, gate=True),
-    _reader("bilinear 8, gate, layers", projection="bilinear", rank=8, gate=True, injection="layers"),
-    _reader(  # gate 2: by anchor and context
-        "bilinear 8, gate 2, layers", projection="bilinear", rank=8, gate=True, gate_inputs=BOTH, injection="layers"
-    ),
-    _reader(
-        "bilinear 8, gate, layers, silu 256",
-        projection="bilinear",
-        rank=8,
-        gate=True,
-        injection="layers",
-        query_rank=256,
-        query_act="silu",
-    ),
-    _reader(
-        "bilinear 8, gate, layers, 4 queries",
-        projection="bilinear",
-        rank=8,
-        gate=True,
-        injection="layers",
-        num_queries=4,
-    ),
+    _reader("bilinear 8, gate", **SIMPLE),
+    _reader("bilinear 8, gate, layers", **LAYERS),
+    BEST,
+    _reader("bilinear 8, gate, layers, silu 256", **LAYERS, **SILU),
+    _reader("bilinear 8, gate, layers, 4 queries", **LAYERS, num_queries=4),
     _reader("rank 256, gate, layers", rank=256, gate=True, injection="layers"),
     LARGEST,
     Arm("dspark, as large as the largest", reader=False, as_large_as=LARGEST),
+]
+LARGE_TARGETS = [  # the best with maps that stay small where hundreds of heads are read
+    Arm("dspark, as large as the best", reader=False, as_large_as=BEST),
+    _reader("best, low rank", **LAYERS, gate_inputs=BOTH, gate_rank=32, output_rank=64),
+    _reader("best, low rank, at the input", **SIMPLE, gate_inputs=BOTH, gate_rank=32, output_rank=64),
 ]
 CEILING = [
     _reader("large reader", injection="last", conditioning=SLOT, num_queries=4, rank=512, query_rank=None),
     Arm("dspark with the next feature", reader=False, next_feature=True),
 ]
 FULL = ", full attention"  # after a name: drafter layers see the whole context, whatever `--window` says
-ARMS = {arm.name: arm for arm in [*SCREEN, *COMBINED, *CEILING]}
+ARMS = {arm.name: arm for arm in [*SCREEN, *COMBINED, *LARGE_TARGETS, *CEILING]}
 ARMS |= {name + FULL: replace(arm, name=name + FULL, options=arm.options | WHOLE) for name, arm in ARMS.items()}
 
 

@@ -5,6 +5,7 @@ import math
 
 import torch
 from ablation_arms import Arm
+from ablation_batches import warmed_up
 
 from ready_hf import ReadyDrafterModel
 from ready_hf.features import DraftingBatch, FrozenTarget
@@ -80,12 +81,9 @@ class Training:
 
     def capture(self, batch: DraftingBatch, pool: tuple | None) -> tuple:
         """Makes a step on the memory of `batch` a graph; weights stay, the optimizer starts anew. Returns the pool."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with warmed_up():
             for _ in range(3):  # at a rate of 0
                 self._step(batch)
-        torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool):
             self._step(batch)
@@ -103,17 +101,3 @@ class Training:
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), CLIP)
         self.optimizer.step()
         self.loss.lerp_(loss.detach(), 0.02)
-
-
-def memory_for(batch: DraftingBatch) -> DraftingBatch:
-    """A copy of a batch that can be written into."""
-    values = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
-    return DraftingBatch(**{name: None if x is None else x.contiguous().clone() for name, x in values.items()})
-
-
-def into(memory: DraftingBatch, batch: DraftingBatch) -> None:
-    """Copies a batch into the memory of another one of the same shapes."""
-    for item in dataclasses.fields(batch):
-        value = getattr(batch, item.name)
-        if value is not None:
-            getattr(memory, item.name).copy_(value)

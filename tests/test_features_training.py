@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ready_hf import ReadyDrafterModel
+from ready_hf import ReadyDrafterConfig, ReadyDrafterModel
 from ready_hf.candidates import ReadyCandidateGenerator
 from ready_hf.chunk_states import gated_delta_scan
 from ready_hf.features import FrozenTarget, choose_anchors, legal_anchors
@@ -250,6 +250,18 @@ def test_anchors_beyond_the_text_are_refused():
     frozen = FrozenTarget(target, drafter_for(target).config)
     with pytest.raises(ValueError, match="anchors must be 0 to 9, got 4 to 10"):
         frozen.batch(random_prompt(10), torch.tensor([[4, 10]]))
+
+
+def test_unchecked_is_the_same_and_refuses_padding():
+    target = tiny_target("qwen3_5")
+    frozen = FrozenTarget(target, ReadyDrafterConfig.for_target(target, block_size=4))
+    ids = torch.randint(2, 60, (2, 24), generator=torch.Generator().manual_seed(0))
+    anchors = torch.tensor([[3, 9], [1, 15]])
+    one, other = frozen.batch(ids, anchors), frozen.batch(ids, anchors, check=False)
+    assert torch.equal(one.states.stack(), other.states.stack())
+    assert torch.equal(one.context_hidden_states, other.context_hidden_states)
+    with pytest.raises(ValueError, match="leave `attention_mask` out"):
+        frozen.batch(ids, anchors, attention_mask=torch.ones_like(ids), check=False)
 
 
 def test_padding_on_the_left_is_refused():

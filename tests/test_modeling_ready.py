@@ -286,6 +286,10 @@ def test_every_reader_runs_and_all_of_it_trains(injection, projection, condition
     for index, (rank, normalization, gate) in enumerate(options):
         drafter = new_drafter(
             reader_num_queries=1 + index % 3,
+            reader_query_act="silu" if rank and gate else None,
+            reader_gate_inputs=["anchor", "context"] if normalization == "read" else ["context"],
+            reader_gate_rank=2 if index % 2 else None,
+            reader_output_rank=None if index % 4 else 3,
             reader_injection=injection,
             reader_projection=projection,
             reader_conditioning=conditioning,

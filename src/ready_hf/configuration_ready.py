@@ -85,6 +85,9 @@ class ReadyDrafterConfig(PreTrainedConfig):
             every head's state is divided by its norm; nothing.
         reader_gate (`bool`): Whether the mapped reads are gated.
         reader_gate_inputs (`list[str]`): What the gate depends on: `"anchor"`, `"context"` or both.
+        reader_gate_rank (`int`, *optional*): Rank of the gate's map; `None` for a full matrix.
+        reader_output_rank (`int`, *optional*): Rank of the last map, into hidden states; `None` for a full
+            matrix, which is large if many heads are read bilinearly.
     """
 
     model_type = "ready_drafter"
@@ -136,6 +139,8 @@ class ReadyDrafterConfig(PreTrainedConfig):
     reader_normalization: Literal["read", "state", "none"] = "read"
     reader_gate: bool = False
     reader_gate_inputs: list[str] | None = None
+    reader_gate_rank: int | None = None
+    reader_output_rank: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name in kwargs:  # transformers keeps unknown fields, so a misspelt one would go unnoticed
@@ -231,13 +236,10 @@ class ReadyDrafterConfig(PreTrainedConfig):
         _check_layer_ids("state_layer_ids", self.state_layer_ids, self.num_target_layers)
         if self.state_shape is None or len(self.state_shape) != 3 or min(self.state_shape) < 1:
             raise ValueError(f"`state_shape` must be [H, K, V] when states are read, got {self.state_shape}")
-        if self.reader_rank < 1 or (self.reader_query_rank is not None and self.reader_query_rank < 1):
-            raise ValueError(
-                f"`reader_rank` and `reader_query_rank` must be at least 1, got {self.reader_rank} and "
-                f"{self.reader_query_rank}"
-            )
-        if self.reader_num_queries < 1:
-            raise ValueError(f"`reader_num_queries` must be at least 1, got {self.reader_num_queries}")
+        for name in ("rank", "num_queries", "query_rank", "gate_rank", "output_rank"):
+            value = getattr(self, f"reader_{name}")
+            if value is not None and value < 1:
+                raise ValueError(f"`reader_{name}` must be at least 1, got {value}")
         allowed = {"anchor", "context", "slot"}
         if not set(self.reader_conditioning or ()) <= allowed:
             raise ValueError(f"`reader_conditioning` must be out of {sorted(allowed)}, got {self.reader_conditioning}")

@@ -116,6 +116,7 @@ class FrozenTarget:
         anchor_mask: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         loss_mask: torch.Tensor | None = None,
+        check: bool = True,
     ) -> DraftingBatch:
         """One forward of the target over `input_ids`, and what a drafter learns from at the anchors.
 
@@ -126,18 +127,22 @@ class FrozenTarget:
             attention_mask (`torch.Tensor` of shape `[B, T]`, *optional*): 0 for padding.
             loss_mask (`torch.Tensor` of shape `[B, T]`, *optional*): 1 for tokens to be learned. A block counts up to
                 its first other token.
+            check (`bool`): Look at ids and anchors first, which waits for the device. `False` is for rows without
+                padding that are known to be legal.
 
         Raises:
             ValueError: ids outside of the vocabulary, the mask token in the text, padding on the left, an anchor
-            beyond the text.
+            beyond the text; `check=False` with an `attention_mask`.
         """
-        input_ids = checked_ids(input_ids, self.config, attention_mask)
+        if check:
+            input_ids = checked_ids(input_ids, self.config, attention_mask)
+        elif attention_mask is not None:
+            raise ValueError("`check=False` is for rows without padding: leave `attention_mask` out")
         length, block_size = input_ids.shape[1], self.config.block_size
-        if anchor_positions.numel() and not 0 <= int(anchor_positions.min()) <= int(anchor_positions.max()) < length:
-            raise ValueError(
-                f"anchors must be 0 to {length - 1}, got {int(anchor_positions.min())} to "
-                f"{int(anchor_positions.max())}"
-            )
+        if check and anchor_positions.numel():
+            first, last = int(anchor_positions.min()), int(anchor_positions.max())
+            if not 0 <= first <= last < length:
+                raise ValueError(f"anchors must be 0 to {length - 1}, got {first} to {last}")
         before, after = _slot_positions(anchor_positions, block_size, length)
         counted = self.loss_mask(input_ids, anchor_positions, anchor_mask, attention_mask, loss_mask)
         context, hidden_states, states = self._forward(input_ids, anchor_positions)

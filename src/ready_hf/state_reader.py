@@ -51,7 +51,11 @@ class StateReader(nn.Module):
             latent = config.reader_rank
         self.gate_inputs = tuple(sorted(config.reader_gate_inputs or ()))
         gated = config.hidden_size * len(self.gate_inputs)
-        self.gate_proj = nn.Linear(gated, latent) if config.reader_gate else None
+        self.gate_proj = _low_rank(gated, config.reader_gate_rank, latent, bias=True) if config.reader_gate else None
+        self.mix_proj = None
+        if config.reader_output_rank is not None:
+            self.mix_proj = nn.Linear(latent, config.reader_output_rank, bias=False)
+            latent = config.reader_output_rank
         self.up_proj = nn.Linear(latent, self.num_outputs * config.hidden_size, bias=False)
 
     def queries(
@@ -106,6 +110,8 @@ class StateReader(nn.Module):
         if self.gate_proj is not None:
             gate = self.gate_proj(self._inputs(self.gate_inputs, anchor_embeds, context_features))
             latent = latent * torch.sigmoid(gate)[:, :, None]
+        if self.mix_proj is not None:
+            latent = self.mix_proj(latent)
         return torch.stack(self.up_proj(latent).chunk(self.num_outputs, dim=-1))
 
     def forward(
@@ -142,11 +148,11 @@ class StateReader(nn.Module):
         return torch.cat([inputs[name] for name in names], dim=-1)
 
 
-def _low_rank(inputs: int, rank: int | None, outputs: int, act: str | None) -> nn.Module:
-    """A linear map without bias, of full rank for `None`; with an activation between its two parts if there is one."""
+def _low_rank(inputs: int, rank: int | None, outputs: int, act: str | None = None, bias: bool = False) -> nn.Module:
+    """A linear map, of full rank for `None`; with an activation between its two parts if there is one."""
     if rank is None:
-        return nn.Linear(inputs, outputs, bias=False)
-    down, up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+        return nn.Linear(inputs, outputs, bias=bias)
+    down, up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=bias)
     return nn.Sequential(down, up) if act is None else nn.Sequential(down, ACT2FN[act], up)
 
 
