@@ -1,7 +1,6 @@
 """Reader experiments: drafters that differ in one thing, trained side by side on the same target forwards.
 
-    python examples/ablate_reader.py --target examples/research_target --data research_data --text ablation_text
-        --out screen.json
+    python examples/ablate_reader.py --data research_data --out screen.json
 
 Every arm (see ablation_arms.py) sees the same rows of corpus text, at random offsets, and the same random anchors in
 the same order, for the same number of steps of AdamW with a cosine. Afterwards all of them are measured on text that
@@ -13,15 +12,17 @@ the target drew itself at temperature 1 (ablation_text.py), anchors spread over 
 `--seconds` is the time for training and everything is planned from a few measured steps. `--part test` is for settings
 that are frozen. A try on a CPU:
 
-    python examples/ablate_reader.py --target examples/research_target --data research_data --text ablation_text
-        --out tried.json --steps 2 --batch 2 --anchors 4 --row 256 --held 2 --held-anchors 4 --arms dspark conditioned
+    python examples/ablate_reader.py --data research_data --out tried.json --arms dspark conditioned
+        --steps 2 --batch 2 --anchors 4 --row 256 --held 2 --held-anchors 4
 """
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import pathlib
 import platform
+import shlex
 import sys
 import time
 
@@ -39,6 +40,7 @@ from ready_hf.losses import LossSums
 
 
 STARTED = time.perf_counter()
+TARGET = pathlib.Path(__file__).with_name("research_target")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REAL, WRONG = "real", ("zeros", "another row's", "one anchor old")
 
@@ -158,9 +160,11 @@ def print_table(arms: dict[str, dict]) -> None:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", required=True, help="folder of the target")
+    parser.add_argument("--target", type=pathlib.Path, default=TARGET, help="folder of the target")
     parser.add_argument("--data", type=pathlib.Path, required=True, help="folder of train.bin")
-    parser.add_argument("--text", type=pathlib.Path, required=True, help="folder that ablation_text.py wrote")
+    parser.add_argument(
+        "--text", type=pathlib.Path, default=TARGET / "text", help="folder that ablation_text.py wrote"
+    )
     parser.add_argument("--part", choices=["validation", "test"], default="validation")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="a JSON file")
     parser.add_argument("--save", type=pathlib.Path, help="a folder for the drafters")
@@ -194,7 +198,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Train, measure, write."""
     args = parse()
-    size = target_vocabulary(args.target)
+    size = target_vocabulary(str(args.target))
     tokens = read_tokens(args.data / "train.bin", size, args.row)
     rows = torch.from_numpy(read_rows(args.text / f"{args.part}.npy"))[: args.held]
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -204,14 +208,15 @@ def main() -> None:
     largest = Arm("all states")
     frozen = FrozenTarget(target, make_drafter(target, largest, args).config)
     trainings = train(target, frozen, tokens, args)
-    found = evaluate(trainings, frozen, rows, args)
+    found, out = evaluate(trainings, frozen, rows, args), str(args.out)
     record = {
-        "command": f"python {' '.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])}",
+        "command": shlex.join(["python", pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]).replace(out, args.out.name),
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__}
         | {"ready_hf": ready_hf.__version__, "python": platform.python_version()},
-        "options": {k: v if isinstance(v, int | float | list | None) else str(v) for k, v in vars(args).items()},
+        "options": {k: v.name if isinstance(v, pathlib.Path) else v for k, v in vars(args).items()},
+        "text": hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:16],
         "steps": args.done,
         "arms": {},
     }

@@ -1,6 +1,7 @@
 """Texts that the research target writes itself, for measuring drafters: samples at temperature 1 after long prompts.
 
-    python examples/ablation_text.py --target examples/research_target --data research_data --out ablation_text
+    python examples/ablation_text.py --target examples/research_target --data research_data
+        --out examples/research_target/text
 
 For validation and for test: prompts at even offsets in the packages of that part, continued to whole rows by `--new`
 tokens. The mask token is never written; an end of file does not end a row. `--prompts 32` writes only files of such
