@@ -1,0 +1,119 @@
+"""What reading states costs a drafter: the whole reader, from queries to residuals, in microseconds.
+
+    python examples/benchmark_reader.py
+    python examples/benchmark_reader.py --layers 4 --heads 4 --keys 32 --values 32 --hidden 64   # a try on a CPU
+
+The default shape is that of Qwen3.5-27B: 48 layers of 48 states of 128 x 128. One row, one block, bfloat16 weights,
+float32 states, which lie apart from each other as in a cache. On a GPU eager and as a CUDA graph, medians of alternated
+runs.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from ready_hf import ReadyDrafterConfig
+from ready_hf.state_reader import StateReader
+
+
+LOW = {"reader_gate_rank": 32, "reader_output_rank": 256}
+GATED = {
+    "reader_projection": "bilinear",
+    "reader_rank": 8,
+    "reader_gate": True,
+    "reader_gate_inputs": ["anchor", "context"],
+}
+READERS = {
+    "default": {},
+    "bilinear 8, gate 2, low rank": GATED | LOW,
+    "bilinear 8, gate 2, low rank, layers": GATED | LOW | {"reader_injection": "layers"},
+    "bilinear 8, gate 2": GATED,
+}
+
+
+def make_reader(options: dict, args: argparse.Namespace) -> StateReader:
+    """A reader with random weights, in the dtype and on the device of the measurement."""
+    config = ReadyDrafterConfig(
+        hidden_size=args.hidden,
+        num_attention_heads=1,
+        num_hidden_layers=args.depth,
+        num_target_layers=args.layers + 2,
+        block_size=args.block,
+        state_layer_ids=list(range(args.layers)),
+        state_shape=[args.heads, args.keys, args.values],
+        **options,
+    )
+    reader = StateReader(config).to(args.device, torch.bfloat16)
+    for parameter in reader.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    return reader.eval()
+
+
+def seconds(function: Callable[[], object], repeats: int, device: str) -> float:
+    """Of one call, `repeats` of them timed together."""
+    if device == "cpu":
+        start = time.perf_counter()
+        for _ in range(repeats):
+            function()
+        return (time.perf_counter() - start) / repeats
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    events[0].record()
+    for _ in range(repeats):
+        function()
+    events[1].record()
+    events[1].synchronize()
+    return events[0].elapsed_time(events[1]) / repeats / 1e3
+
+
+def graphed(function: Callable[[], object]) -> Callable[[], object]:
+    """A CUDA graph of it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+@torch.no_grad()
+def main() -> None:
+    """One line per reader."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    sizes = {"layers": 48, "heads": 48, "keys": 128, "values": 128, "hidden": 5120, "depth": 5, "block": 8, "runs": 15}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = {"device": args.device}
+    states = [torch.randn(1, args.heads, args.keys, args.values, **options) for _ in range(args.layers)]
+    embeds, features = (torch.randn(1, 1, args.hidden, dtype=torch.bfloat16, **options) for _ in range(2))
+    timed: dict[str, dict[str, Callable[[], object]]] = {}
+    for name, chosen in READERS.items():
+        reader = make_reader(chosen, args)
+        inputs = states if args.device == "cuda" else torch.stack(states, dim=1)[:, None]
+
+        def call(reader: StateReader = reader, inputs=inputs) -> torch.Tensor:
+            return reader(inputs, embeds, features)
+
+        call()
+        timed[name] = {"eager": call} | ({"graph": graphed(call)} if args.device == "cuda" else {})
+        count = sum(p.numel() for p in reader.parameters())
+        print(f"{name}: {count / 1e6:.1f} M parameters", flush=True)
+    found: dict[tuple[str, str], list[float]] = {}
+    for _ in range(args.runs):
+        for name, ways in timed.items():
+            for way, function in ways.items():
+                found.setdefault((name, way), []).append(seconds(function, 10, args.device))
+    for (name, way), values in found.items():
+        print(f"{name:40} {way:6} {statistics.median(values) * 1e6:8.1f} us")
+
+
+if __name__ == "__main__":
+    main()
