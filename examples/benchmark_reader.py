@@ -4,8 +4,8 @@
     python examples/benchmark_reader.py --layers 4 --heads 4 --keys 32 --values 32 --hidden 64   # a try on a CPU
 
 The default shape is that of Qwen3.5-27B: 48 layers of 48 states of 128 x 128. One row, one block, bfloat16 weights,
-float32 states, which lie apart from each other as in a cache. On a GPU eager and as a CUDA graph, medians of alternated
-runs.
+float32 states, which lie apart from each other as in a cache. Medians of alternated runs; on a GPU also as a CUDA
+graph.
 """
 
 import argparse
