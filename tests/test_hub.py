@@ -54,9 +54,9 @@ for folder in folders:
     again = AutoModel.from_pretrained(folder + "-again", trust_remote_code=True)
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
-    assert torch.allclose(logits(drafter), logits(again), atol=1e-5, rtol=1e-6)
-    # weights that lie elsewhere in memory may be multiplied in another order
-    assert torch.allclose(logits(drafter), inputs["want"], atol=1e-5, rtol=1e-6), folder
+    for got in (logits(drafter), logits(again)):  # weights elsewhere in memory may be multiplied in another order
+        error, size = (x.flatten(1).norm(dim=1) for x in (got - inputs["want"], inputs["want"]))
+        assert (error < 1e-5 * size).all(), (folder, error, size)
     print(f"\\nloaded {folder}")
 """
 
