@@ -76,9 +76,10 @@ class StateReader(nn.Module):
         return uses_kernels(state.device) and takes(state.dtype)
 
     def read(self, queries: torch.Tensor, states: torch.Tensor | list[torch.Tensor] | AnchorStates) -> torch.Tensor:
-        """o = S^T q: `[B, A, Q, N, H, V]` from queries `[B, A, Q, N, H, K]` and states `[B, A, N, H, K, V]`; Q = G * R.
+        """o = S^T q: `[B, A, Q, N, H, V]` from queries `[B, A, Q, N, H, K]` and states `[B, A, N, H, K, V]`.
 
-        Or, for one anchor, from N states `[B, H, K, V]` that lie anywhere; or from `AnchorStates`, layer by layer.
+        Q is G * R. For one anchor, also from N states `[B, H, K, V]` that lie anywhere; or from `AnchorStates`, layer
+        by layer.
         """
         if isinstance(states, AnchorStates):
             reads = states.read_all(queries)
