@@ -24,7 +24,8 @@ from ready_hf.features import FrozenTarget  # noqa: E402
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TARGET = EXAMPLES / "research_target"
 NAMES = ("ablate_reader", "ablation_arms", "ablation_batches", "ablation_training", "ablation_table", "ablation_text")
-TINY = "--batch 2 --anchors 4 --row 96 --block 4 --held 2 --held-new 64 --held-anchors 6".split()
+SIZES = {"batch": 2, "anchors": 4, "row": 96, "block": 4, "held": 2, "held-new": 64, "held-anchors": 6}
+TINY = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
 READER, PROBE = "bilinear 8, gate 2, layers", "dspark with the next feature"
 
 
@@ -164,6 +165,13 @@ def test_batches_are_the_same_by_seed_and_lie_in_one_memory(frozen, tokens, batc
         assert torch.equal(fresh.context_hidden_states, batch.context_hidden_states)
         assert batch.loss_mask.all()
         assert int(anchors.max()) + 1 + 4 < 96  # an arm that sees a feature more needs room
+
+
+def test_an_anchor_has_room_and_its_first_label_is_the_targets_own(scripts):
+    usable = scripts.ablation_batches.usable_anchors
+    assert usable(torch.ones(1, 20), 4)[0].nonzero().flatten().tolist() == [*range(1, 14)]  # 14 + 1 + 4 < 20
+    written = (torch.arange(20) >= 10)[None]
+    assert usable(torch.ones(1, 20), 4, written)[0].nonzero().flatten().tolist() == [9, 10, 11, 12, 13]
 
 
 def test_rows_without_enough_places_are_refused(scripts, frozen, tokens):

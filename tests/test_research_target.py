@@ -83,12 +83,10 @@ def test_beyond_the_most_every_package_loses_its_last_files(data, sources):
     bpe = data.train_tokenizer([source.text for source in sources], 300)
     whole, used = data.encode(package, bpe, 10**9)
     assert len(used) == 6
-    most = int(0.7 * len(whole))
-    ids, used = data.encode(package, bpe, most)
-    assert len(ids) <= most
-    assert sorted(source.file for source in used) == [
-        f"{name}/{topic}.py" for name in ("lake", "sea") for topic in ("hills", "rivers")
-    ]
+    for share, kept in ((0.7, ["hills", "rivers"]), (0.4, ["hills"])):
+        ids, used = data.encode(package, bpe, int(share * len(whole)))
+        assert len(ids) <= share * len(whole)
+        assert sorted(source.file for source in used) == [f"{n}/{topic}.py" for n in ("lake", "sea") for topic in kept]
 
 
 @torch.no_grad()
