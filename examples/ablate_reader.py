@@ -28,10 +28,10 @@ import time
 
 import torch
 import transformers
-from ablation_arms import ARMS, SCREEN, Arm, make_drafter
+from ablation_arms import ARMS, SCREEN, Arm, make_config, make_drafter
 from ablation_batches import Batches, usable_anchors, with_tensor_states
 from ablation_training import Training, measured
-from on_policy_text import check_least, read_rows, read_tokens, target_vocabulary
+from on_policy_text import check_least, make_folder, read_rows, read_tokens, target_vocabulary
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ready_hf
@@ -100,7 +100,6 @@ def make_arms(target: PreTrainedModel, frozen: FrozenTarget, args: argparse.Name
     """Fresh drafters in training, the same seed for all."""
     made = []
     for name in args.arms:
-        torch.manual_seed(args.seed)
         made.append(Training(ARMS[name], make_drafter(target, ARMS[name], args).to(DEVICE), frozen, args.lr, steps))
     return made
 
@@ -189,10 +188,42 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, default in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     args = parser.parse_args(arguments)
-    least = dict.fromkeys(("steps", "batch", "anchors", "held", "held_new", "held_anchors"), 1)
-    least |= dict.fromkeys(("held_batch", "layers", "report"), 1)
-    check_least(args, {**least, "row": 4 * args.block})
+    least = dict.fromkeys(("steps", "batch", "anchors", "held_anchors", "layers", "report"), 1)
+    least |= {"held": 2, "held_batch": 2, "row": 4 * args.block, "held_new": args.block + 2}
+    check_least(args, least)
     return args
+
+
+def held_rows(args: argparse.Namespace) -> torch.Tensor:
+    """Rows to measure on `[N, T]`."""
+    path = args.text / f"{args.part}.npy"
+    rows = torch.from_numpy(read_rows(path))
+    if args.held > len(rows) or args.held_new >= rows.shape[1]:
+        raise SystemExit(
+            f"{path} has {len(rows)} rows of {rows.shape[1]} tokens, too few for --held {args.held} and --held-new "
+            f"{args.held_new}"
+        )
+    if args.held % args.held_batch == 1:
+        raise SystemExit(
+            f"--held {args.held} in parts of --held-batch {args.held_batch} leaves one row alone, which has no other "
+            "row's states to be served: change one of them"
+        )
+    return rows[: args.held]
+
+
+def make_places(args: argparse.Namespace) -> None:
+    """Folders for what is written, now rather than after all the work."""
+    if args.out.is_dir():
+        raise SystemExit(f"--out {args.out} is a folder, expected a JSON file")
+    for folder in (args.out.parent, args.save):
+        if folder is not None:
+            make_folder(folder)
+
+
+def command() -> str:
+    """The command line, of paths outside of the working folder only their names."""
+    given = [pathlib.Path(x).name if pathlib.Path(x).is_absolute() else x for x in sys.argv[1:]]
+    return shlex.join(["python", pathlib.Path(sys.argv[0]).name, *given])
 
 
 def main() -> None:
@@ -200,17 +231,16 @@ def main() -> None:
     args = parse()
     size = target_vocabulary(str(args.target))
     tokens = read_tokens(args.data / "train.bin", size, args.row)
-    rows = torch.from_numpy(read_rows(args.text / f"{args.part}.npy"))[: args.held]
+    rows = held_rows(args)
+    make_places(args)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(DEVICE).eval().requires_grad_(False)
     ready_hf.ensure_patched(target)
-    torch.manual_seed(args.seed)
-    largest = Arm("all states")
-    frozen = FrozenTarget(target, make_drafter(target, largest, args).config)
+    frozen = FrozenTarget(target, make_config(target, Arm("all states"), args))
     trainings = train(target, frozen, tokens, args)
-    found, out = evaluate(trainings, frozen, rows, args), str(args.out)
+    found = evaluate(trainings, frozen, rows, args)
     record = {
-        "command": shlex.join(["python", pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]).replace(out, args.out.name),
+        "command": command(),
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -230,7 +260,6 @@ def main() -> None:
         if args.save is not None:
             folder = args.save / name.replace(" ", "_").replace(",", "")
             training.drafter.to(torch.bfloat16).save_pretrained(folder)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print_table(record["arms"])
     print(f"done after {elapsed():.0f} s", flush=True)

@@ -4,6 +4,7 @@ import argparse
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ready_hf import ReadyDrafterConfig, ReadyDrafterModel
@@ -114,12 +115,16 @@ def make_config(target: PreTrainedModel, arm: Arm, args: argparse.Namespace, **o
 
 
 def make_drafter(target: PreTrainedModel, arm: Arm, args: argparse.Namespace) -> ReadyDrafterModel:
-    """A fresh drafter; seed it before."""
+    """A fresh drafter, seeded: all arms of a seed start with the same weights wherever they have the same ones."""
     config = make_config(target, arm, args)
-    if arm.as_large_as is None:
-        return ReadyDrafterModel(config)
-    wanted = ReadyDrafterModel(make_config(target, arm.as_large_as, args)).num_parameters()
-    missing = wanted - ReadyDrafterModel(config).num_parameters()
-    width = 3 * config.hidden_size * config.num_hidden_layers  # parameters of one more channel in every MLP
-    config = make_config(target, arm, args, intermediate_size=config.intermediate_size + round(missing / width))
-    return ReadyDrafterModel(config)
+    if arm.as_large_as is not None:
+        wanted = ReadyDrafterModel(make_config(target, arm.as_large_as, args)).num_parameters()
+        missing = wanted - ReadyDrafterModel(config).num_parameters()
+        width = 3 * config.hidden_size * config.num_hidden_layers  # parameters of one more channel in every MLP
+        config = make_config(target, arm, args, intermediate_size=config.intermediate_size + round(missing / width))
+    torch.manual_seed(args.seed)
+    plain = ReadyDrafterModel(make_config(target, Arm("plain", reader=False), args)).state_dict()
+    drafter = ReadyDrafterModel(config)
+    mine = drafter.state_dict()
+    drafter.load_state_dict({k: v for k, v in plain.items() if v.shape == mine[k].shape}, strict=False)
+    return drafter

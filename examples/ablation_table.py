@@ -26,6 +26,8 @@ T95 = {
     8: 2.306,
     9: 2.262,
 }  # by degrees of freedom
+# Options that may differ: the seed, places, and time, as steps are planned from it.
+FREE = {"seed", "out", "save", "data", "target", "text", "seconds", "limit", "reserve", "report", "steps", "done"}
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
@@ -42,8 +44,13 @@ def gains(records: list[dict], arm: str, base: str, of: str) -> list[float]:
     return [(record["arms"][arm][of] / record["arms"][base][of] - 1) * 100 for record in records]
 
 
+def compared_with(records: list[dict]) -> list[str]:
+    """The arms that all others of their setting are compared with: the first two, without the setting's name."""
+    return list(dict.fromkeys(name.removesuffix(FULL) for name in records[0]["arms"]))[:2]
+
+
 def rows(records: list[dict], of: str) -> list[list[str]]:
-    """One row per arm, the first arm of its setting being what it is compared with."""
+    """One row per arm; differences are with the arms of its own setting that come before it."""
     found = []
     for full in (False, True):
         names = [name for name in records[0]["arms"] if name.endswith(FULL) == full]
@@ -54,11 +61,34 @@ def rows(records: list[dict], of: str) -> list[list[str]]:
                 f"{records[0]['arms'][name]['parameters'] / 1e6:.2f} M",
                 f"{mean:.3f} [{low:.3f}, {high:.3f}]",
             ]
-            for base in names[: min(2, names.index(name))]:
-                gain, low, high = interval(gains(records, name, base, of))
-                row.append(f"{gain:+.1f} % [{low:+.1f}, {high:+.1f}]")
-            found.append([*row, *[""] * (5 - len(row))])
+            for base in (base + FULL if full else base for base in compared_with(records)):
+                if base in names[: names.index(name)]:
+                    gain, low, high = interval(gains(records, name, base, of))
+                    row.append(f"{gain:+.1f} % [{low:+.1f}, {high:+.1f}]")
+                else:
+                    row.append("")
+            found.append(row)
     return found
+
+
+def check(records: list[dict], of: str) -> None:
+    """Refuses files that are not the seeds of one comparison."""
+    if len({tuple(record["arms"]) for record in records}) > 1:
+        raise SystemExit("the files have different arms: name those of one comparison")
+    if len({record["options"]["seed"] for record in records}) < len(records) or len(records) > max(T95) + 1:
+        raise SystemExit(f"expected one file per seed, at most {max(T95) + 1}, got {len(records)} files")
+    settings = [
+        {"text": record.get("text")} | {k: v for k, v in record["options"].items() if k not in FREE}
+        for record in records
+    ]
+    keys = sorted(set().union(*settings))
+    differing = [key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)]
+    if differing:
+        raise SystemExit(f"the files differ in more than the seed ({', '.join(differing)}): name those of one setting")
+    figures = next(iter(records[0]["arms"].values()))
+    if not isinstance(figures.get(of), float):
+        known = ", ".join(name for name, value in figures.items() if isinstance(value, float))
+        raise SystemExit(f"--of must be one of {known}, got {of}")
 
 
 def main() -> None:
@@ -68,12 +98,10 @@ def main() -> None:
     parser.add_argument("--of", default="tau_of_samples", help="figure of every arm")
     args = parser.parse_args()
     records = [json.loads(path.read_text(encoding="utf-8")) for path in args.files]
-    if len({tuple(record["arms"]) for record in records}) > 1:
-        raise SystemExit("the files have different arms: name those of one comparison")
-    if len({record["options"]["seed"] for record in records}) < len(records) or len(records) > max(T95) + 1:
-        raise SystemExit(f"expected one file per seed, at most {max(T95) + 1}, got {len(records)} files")
-    names = [name for name in records[0]["arms"] if not name.endswith(FULL)]
-    head = ["arm", "parameters", args.of, *(f"over {name}" for name in (names or list(records[0]["arms"]))[:2])]
+    check(records, args.of)
+    steps = [record["steps"] for record in records]
+    print(f"{len(records)} seeds, {min(steps)} to {max(steps)} steps\n")
+    head = ["arm", "parameters", args.of, *(f"over {name}" for name in compared_with(records))]
     for row in (head, ["---"] * len(head), *rows(records, args.of)):
         print("| " + " | ".join(row) + " |")
 

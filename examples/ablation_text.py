@@ -45,6 +45,10 @@ def main() -> None:
     vocabulary, size = target_vocabulary(args.target), args.row - args.new
     if size < 1:
         raise SystemExit(f"--new must be less than --row, got {args.new} and {args.row}")
+    if not 0 <= args.mask_token_id < vocabulary:
+        raise SystemExit(f"--mask-token-id must be 0 to {vocabulary - 1}, the target's ids, got {args.mask_token_id}")
+    if args.prompts is not None and args.prompts > args.rows:
+        raise SystemExit(f"--prompts are chosen from --rows {args.rows}, got {args.prompts}")
     prompts = []
     for part in PARTS:
         tokens = read_tokens(args.data / f"{part}.bin", vocabulary, size)

@@ -158,6 +158,9 @@ def run_training(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     manifest = json.loads((args.data / "manifest.json").read_text(encoding="utf-8"))
     tokens, *held = (read_tokens(args.data / f"{name}.bin", device) for name in PARTS)
+    for name, ids in zip(PARTS, (tokens, *held), strict=True):
+        if len(ids) <= args.row:
+            raise SystemExit(f"{name}.bin has {len(ids)} tokens, more than --row {args.row} are needed")
     model, elapsed, step = build_model(manifest["vocabulary"]).to(device), 0.0, 0
     if args.resume:
         state = torch.load(args.state, map_location=device, weights_only=True)

@@ -83,6 +83,53 @@ def test_training_and_decoding_compute_the_same_logits(family, window, decoded):
     assert parity_error(frozen, drafter, ids, rounds) < 1e-4
 
 
+READERS = {
+    "slot, 4 queries, ranks": {
+        "reader_injection": "last",
+        "reader_conditioning": ["slot", "anchor"],
+        "reader_query_rank": 3,
+        "reader_query_act": "silu",
+        "reader_num_queries": 4,
+        "reader_gate": True,
+        "reader_gate_inputs": ["context", "anchor"],
+        "reader_gate_rank": 3,
+        "reader_output_rank": 5,
+    },
+    "slot at the head": {
+        "reader_injection": "head",
+        "reader_conditioning": ["slot", "context"],
+        "reader_query_rank": None,
+        "reader_num_queries": 3,
+        "reader_normalization": "state",
+    },
+    "bilinear before every layer": {
+        "reader_injection": "layers",
+        "reader_projection": "bilinear",
+        "reader_rank": 4,
+        "reader_num_queries": 2,
+        "reader_gate": True,
+        "reader_gate_inputs": ["context"],
+        "reader_output_rank": 6,
+        "reader_normalization": "none",
+    },
+}
+
+
+@pytest.mark.parametrize("options", READERS.values(), ids=READERS)
+def test_every_reader_reads_the_same_in_training_and_decoding(options, decoded, tmp_path):
+    """As loaded from a folder."""
+    target = tiny_target("qwen3_5")
+    drafter_for(target, **options).save_pretrained(tmp_path)
+    drafter = ReadyDrafterModel.from_pretrained(tmp_path)
+    assert {name: getattr(drafter.config, name) for name in options} == options
+    ids, rounds = decoded(target, drafter, random_prompt(11))
+    assert len(rounds) >= 8
+    frozen = FrozenTarget(target, drafter.config)
+    assert parity_error(frozen, drafter, ids, rounds) < 1e-4
+    rounds.pop(max(rounds))
+    assert parity_error(frozen, drafter, ids, rounds, shift=1) > 1e-2
+
+
 def test_parity_fails_if_states_are_one_token_late_or_early(decoded):
     """Negative control."""
     target = tiny_target("qwen3_5")

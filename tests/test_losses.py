@@ -103,6 +103,31 @@ def test_tau_of_samples_is_what_sampling_accepts():
     assert abs(sums.metrics()["tau"] - expected) > 0.01
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tau_of_samples_where_a_label_has_no_probability(dtype):
+    """A text that the target would never write: min(1, q / 0) is 1 where the drafter would, 0 where it would not, and
+    a draft after it is judged as ever. No dtype makes it not a number."""
+    never, even = [-60000.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+    wanted = torch.tensor([[never, even], [never, even]], dtype=dtype)
+    drafted = torch.tensor([[even, even], [never, even]], dtype=dtype)
+    labels, mask = torch.zeros(2, 2, dtype=torch.long), torch.ones(2, 2, dtype=torch.bool)
+    sums = DraftingLoss()(drafted, wanted, labels, labels, mask, lambda x, _: (x, None), lambda x: x)
+    assert sums.survived_samples.tolist() == pytest.approx([1.0, 1.0], abs=1e-3)  # of the first block
+    same = DraftingLoss()(wanted, wanted, labels + 1, labels, mask, lambda x, _: (x, None), lambda x: x)
+    assert same.metrics()["tau_of_samples"] == pytest.approx(3.0, abs=1e-3)
+
+
+def test_tau_of_samples_counts_whole_blocks_only():
+    toy = Toy()
+    alone, whole = Toy(), toy.mask.all(-1)
+    for name in ("hidden", "target_hidden", "labels", "previous", "mask"):
+        setattr(alone, name, getattr(alone, name)[whole])
+    assert toy.sums().metrics()["tau_of_samples"] == pytest.approx(alone.sums().metrics()["tau_of_samples"], abs=1e-5)
+    with torch.no_grad():
+        toy.hidden[2], toy.target_hidden[5, 2:] = torch.nan, torch.inf
+    assert toy.sums().metrics()["tau_of_samples"] == pytest.approx(alone.sums().metrics()["tau_of_samples"], abs=1e-5)
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 3, 7, 100])
 def test_chunked_is_dense(blocks):
     dense, chunked = Toy(), Toy()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from ready_hf import ReadyDrafterConfig, ReadyDrafterModel
+from ready_hf import ReadyDrafterConfig, ReadyDrafterModel, kernels, ops
 from ready_hf.heads import SequentialHead
 
 
@@ -336,6 +336,38 @@ def test_several_queries_are_as_many_readers_whose_maps_are_added(projection):
             one.up_proj.weight.data.copy_(up)
     arguments = (inputs["states"], normal(2, 1, D), normal(2, 1, D, seed=3))
     close(both(*arguments), ones[0](*arguments) + ones[1](*arguments), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("normalization", ["read", "state", "none"])
+@pytest.mark.parametrize("queries", [1, 2 * kernels.MOST_QUERIES // G + 1])
+def test_states_where_they_lie_are_read_like_one_tensor(queries, normalization, monkeypatch):
+    """By a kernel, several launches for more queries than it takes at once."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(ops, "_backend", "triton")
+    options = {"reader_injection": "last", "reader_conditioning": ["slot"], "reader_normalization": normalization}
+    drafter = new_drafter(reader_num_queries=queries, **options)
+    inputs = new_inputs(drafter)
+    want, states = hidden(drafter, **inputs), inputs.pop("states")
+    kernels.launches.clear()
+    close(hidden(drafter, **inputs, states=[*states[:, 0].transpose(0, 1).contiguous()]), want)
+    assert sum(kernels.launches.values()) == -(-queries * G // kernels.MOST_QUERIES)
+
+
+def test_a_gate_is_by_its_inputs_and_each_counts_once():
+    arguments = (normal(2, 1, G, 2, 2, 6), normal(2, 1, D), normal(2, 1, D, seed=3))
+    for inputs, moves in (
+        (["anchor"], [True, False]),
+        (["context"], [False, True]),
+        (["context", "anchor"], [True] * 2),
+    ):
+        reader = new_drafter(reader_gate=True, reader_gate_inputs=inputs).reader
+        assert reader.gate_proj.in_features == len(inputs) * D
+        first = reader.project(*arguments)
+        changed = [reader.project(arguments[0], arguments[1].roll(1, -1), arguments[2])]
+        changed.append(reader.project(*arguments[:2], arguments[2].roll(1, -1)))
+        assert [not torch.equal(x, first) for x in changed] == moves
+    twice = new_drafter(reader_gate=True, reader_gate_inputs=["anchor", "anchor"]).reader
+    assert twice.gate_proj.in_features == D
 
 
 def test_queries_by_slot_ask_for_what_the_slot_is():

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import TrainerCallback
 
 from ready_hf import ReadyDrafterModel
@@ -83,6 +84,41 @@ def test_a_new_reader_changes_no_draft(tmp_path, family):
     )
     for name, value in first.state_dict().items():
         assert torch.equal(made.state_dict()[name], value)
+
+
+def test_a_new_reader_of_every_form_adds_nothing_yet(tmp_path):
+    target = tiny_target("qwen3_5")
+    first = dspark(target, seed=3, num_hidden_layers=2)
+    options = {
+        "reader_injection": "last",
+        "reader_conditioning": ["slot", "anchor"],
+        "reader_query_rank": 3,
+        "reader_query_act": "silu",
+        "reader_num_queries": 30,
+        "reader_gate": True,
+        "reader_gate_inputs": ["anchor", "context"],
+        "reader_gate_rank": 2,
+        "reader_output_rank": 5,
+    }
+    made = add_reader(first, target, **options)
+    assert {name: getattr(made.config, name) for name in options} == options
+    rows = [{"input_ids": row} for row in random_prompt(24, batch=4)]
+    one, other = (trainer_for(tmp_path, d, target).evaluate(rows) for d in (first, made))
+    assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-6)
+    before = {name: p.detach().clone() for name, p in made.named_parameters()}
+    trainer_for(tmp_path, made, target).train()
+    still = [name for name, p in made.named_parameters() if torch.equal(p, before[name])]
+    assert not still
+
+
+def test_a_new_reader_of_slots_is_refused_where_they_are_alike():
+    target = tiny_target("qwen3_5")
+    for injection, layers in (("input", 2), ("layers", 2), ("last", 1)):
+        drafter = dspark(target, num_hidden_layers=layers)
+        with pytest.raises(
+            (StrictDataclassError, ValueError), match=f"know their slot.*got '{injection}' and {layers} layers"
+        ):
+            add_reader(drafter, target, reader_conditioning=["slot"], reader_injection=injection)
 
 
 def test_a_new_reader_is_refused_where_it_does_not_fit():

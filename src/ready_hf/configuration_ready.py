@@ -255,10 +255,13 @@ class ReadyDrafterConfig(PreTrainedConfig):
                 "`reader_query_act` must be an activation that transformers knows, between two maps of "
                 f"`reader_query_rank`; got {self.reader_query_act!r} and rank {self.reader_query_rank}"
             )
-        if self.reads_by_slot and self.reader_injection not in ("last", "head"):
+        # before the last of one layer, all slots but the anchor's are the same mask embedding
+        allowed_sites = ("last", "head") if self.num_hidden_layers > 1 else ("head",)
+        if self.reads_by_slot and self.reader_injection not in allowed_sites:
             raise ValueError(
                 '`reader_conditioning` with "slot" needs hidden states that know their slot: `reader_injection` must '
-                f'be "last" or "head", got {self.reader_injection!r}'
+                f'be "head", or "last" with several layers; got {self.reader_injection!r} and '
+                f"{self.num_hidden_layers} layers"
             )
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:

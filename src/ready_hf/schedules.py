@@ -47,6 +47,7 @@ def add_reader(drafter: ReadyDrafterModel, target: PreTrainedModel, **options: A
     config = copy.deepcopy(drafter.config)
     for name in names:
         setattr(config, name, getattr(wanted, name))
+    config.validate_architecture()  # the reader's options beside the drafter's own
     made = ReadyDrafterModel(config).to(drafter.device, drafter.dtype)
     for name, parameter in drafter.named_parameters():  # which need not be of one dtype
         made.get_parameter(name).data = torch.empty_like(parameter)

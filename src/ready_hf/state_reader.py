@@ -49,7 +49,7 @@ class StateReader(nn.Module):
         else:
             self.down_proj = nn.Linear(layers * heads * values, config.reader_rank, bias=False)
             latent = config.reader_rank
-        self.gate_inputs = tuple(sorted(config.reader_gate_inputs or ()))
+        self.gate_inputs = tuple(sorted(set(config.reader_gate_inputs or ())))
         gated = config.hidden_size * len(self.gate_inputs)
         self.gate_proj = _low_rank(gated, config.reader_gate_rank, latent, bias=True) if config.reader_gate else None
         self.mix_proj = None
@@ -76,9 +76,10 @@ class StateReader(nn.Module):
         return uses_kernels(state.device) and takes(state.dtype)
 
     def read(self, queries: torch.Tensor, states: torch.Tensor | list[torch.Tensor] | AnchorStates) -> torch.Tensor:
-        """o = S^T q: `[B, A, G, N, H, V]` from queries `[B, A, G, N, H, K]` and states `[B, A, N, H, K, V]`.
+        """o = S^T q: `[B, A, Q, N, H, V]` from queries `[B, A, Q, N, H, K]` and states `[B, A, N, H, K, V]`.
 
-        Or, for one anchor, from N states `[B, H, K, V]` that lie anywhere; or from `AnchorStates`, layer by layer.
+        Q is G * R. For one anchor, also from N states `[B, H, K, V]` that lie anywhere; or from `AnchorStates`, layer
+        by layer.
         """
         if isinstance(states, AnchorStates):
             reads = states.read_all(queries)
@@ -89,7 +90,8 @@ class StateReader(nn.Module):
         if isinstance(states, list):
             by_layer = queries[:, 0].permute(0, 2, 3, 1, 4)  # [B, N, H, G, K]
             backend = "triton" if self.reads_in_place(states[0]) else "torch"
-            reads = kernels.state_read(states, by_layer, backend=backend)[:, None]
+            parts = by_layer.split(kernels.MOST_QUERIES, dim=3)
+            reads = torch.cat([kernels.state_read(states, part, backend=backend) for part in parts], dim=1)[:, None]
             if self.normalization == "state":
                 norms = torch.stack([x.float().square().sum((-1, -2)) for x in states], dim=1)  # [B, N, H]
                 reads = reads * torch.rsqrt(norms + self.eps)[:, None, None, ..., None]

@@ -7,6 +7,7 @@ the package `ready_hf.kernels` at once.
 from __future__ import annotations
 
 from . import layers
+from ._checks import MOST_QUERIES
 from ._launch import FLOATS, has_kernels, launches, require_kernels
 from .api import BACKENDS, commit_and_read, conv_commit, state_read, verify
 from .records import Records
@@ -27,6 +28,7 @@ from .verify_reference import Verified
 __all__ = [
     "BACKENDS",
     "FLOATS",
+    "MOST_QUERIES",
     "Records",
     "Verified",
     "Window",
