@@ -18,7 +18,8 @@ class Arm:
         name (`str`): In tables and files.
         options (`dict`): Fields of `ReadyDrafterConfig`.
         reader (`bool`): Whether it reads states.
-        reader_lr (`float`): Learning rate of the reader, as a multiple of everybody's.
+        lr (`float`): Learning rate, as a multiple of everybody's.
+        reader_lr (`float`): Learning rate of the reader, as a multiple of the arm's.
         stages (`tuple[float, float]`): Shares of the steps after which the reader starts, and then the rest goes
             on: between the two only the reader learns. (0, 0) is joint training.
         as_large_as (`Arm`, *optional*): Its MLPs are made so wide that both have as many parameters.
@@ -29,6 +30,7 @@ class Arm:
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     reader: bool = True
+    lr: float = 1.0
     reader_lr: float = 1.0
     stages: tuple[float, float] = (0.0, 0.0)
     as_large_as: "Arm | None" = None
@@ -36,7 +38,7 @@ class Arm:
 
 
 def _reader(name: str, reader_lr: float = 1.0, stages: tuple[float, float] = (0.0, 0.0), **options: Any) -> Arm:
-    return Arm(name, {f"reader_{key}": value for key, value in options.items()}, True, reader_lr, stages)
+    return Arm(name, {f"reader_{key}": value for key, value in options.items()}, reader_lr=reader_lr, stages=stages)
 
 
 WHOLE = {"sliding_window": None}
@@ -87,12 +89,18 @@ LARGE_TARGETS = [  # the best with maps that stay small where hundreds of heads 
     _reader("best, low rank", **LAYERS, gate_inputs=BOTH, gate_rank=32, output_rank=64),
     _reader("best, low rank, at the input", **SIMPLE, gate_inputs=BOTH, gate_rank=32, output_rank=64),
 ]
+PLAIN = [  # is plain DSpark treated fairly?
+    Arm("dspark, lr x 0.5", reader=False, lr=0.5),
+    Arm("dspark, lr x 2", reader=False, lr=2.0),
+    Arm("dspark, window 1024", {"sliding_window": 1024}, reader=False),
+    Arm("dspark, 3 layers", {"num_hidden_layers": 3}, reader=False),
+]
 CEILING = [
     _reader("large reader", injection="last", conditioning=SLOT, num_queries=4, rank=512, query_rank=None),
     Arm("dspark with the next feature", reader=False, next_feature=True),
 ]
 FULL = ", full attention"  # after a name: drafter layers see the whole context, whatever `--window` says
-ARMS = {arm.name: arm for arm in [*SCREEN, *COMBINED, *LARGE_TARGETS, *CEILING]}
+ARMS = {arm.name: arm for arm in [*SCREEN, *COMBINED, *LARGE_TARGETS, *PLAIN, *CEILING]}
 ARMS |= {name + FULL: replace(arm, name=name + FULL, options=arm.options | WHOLE) for name, arm in ARMS.items()}
 
 
@@ -126,5 +134,5 @@ def make_drafter(target: PreTrainedModel, arm: Arm, args: argparse.Namespace) ->
     plain = ReadyDrafterModel(make_config(target, Arm("plain", reader=False), args)).state_dict()
     drafter = ReadyDrafterModel(config)
     mine = drafter.state_dict()
-    drafter.load_state_dict({k: v for k, v in plain.items() if v.shape == mine[k].shape}, strict=False)
+    drafter.load_state_dict({k: v for k, v in plain.items() if k in mine and v.shape == mine[k].shape}, strict=False)
     return drafter

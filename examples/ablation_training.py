@@ -44,7 +44,7 @@ class Training:
     """
 
     def __init__(self, arm: Arm, drafter: ReadyDrafterModel, frozen: FrozenTarget, lr: float, steps: int):
-        self.arm, self.drafter, self.frozen, self.lr, self.steps = arm, drafter.train(), frozen, lr, steps
+        self.arm, self.drafter, self.frozen, self.lr, self.steps = arm, drafter.train(), frozen, lr * arm.lr, steps
         self.device = drafter.device
         is_cuda = self.device.type == "cuda"
         reader = [] if drafter.reader is None else [*drafter.reader.parameters()]

@@ -115,7 +115,9 @@ def test_every_arm_can_be_made(scripts, target, options):
     for arm in scripts.ablation_arms.ARMS.values():
         config = scripts.ablation_arms.make_config(target, arm, options("--window", "64"))
         assert config.has_reader == arm.reader
-        assert config.sliding_window == (None if arm.name.endswith("full attention") else 64)
+        assert config.sliding_window == (
+            None if arm.name.endswith("full attention") else 1024 if "1024" in arm.name else 64
+        )
 
 
 def test_rates_by_stage(scripts, frozen, target, options, batches):
@@ -127,6 +129,7 @@ def test_rates_by_stage(scripts, frozen, target, options, batches):
         return training.Training(arm, arms.make_drafter(target, arm, options()), frozen, 1e-3, count)
 
     joint, staged, slower = of("conditioned"), of("staged"), of("reader lr x 0.3")
+    assert of("dspark, lr x 2").rate(50, False) == pytest.approx(2 * joint.rate(50, False))
     for step in (0, 50, 399, 400, 599, 600, 999):
         rate = joint.rate(step, False)
         assert rate == joint.rate(step, True) > 0
