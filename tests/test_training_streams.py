@@ -84,3 +84,14 @@ def test_a_resumed_pass_goes_on_with_its_anchors(tmp_path):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     straight = trained(tmp_path, rows_of(5), **options).seen
     assert trained(tmp_path, rows_of(5), str(tmp_path / "checkpoint-2"), **options).seen == straight[2:]
+
+
+@pytest.mark.parametrize(("step", "is_said"), [(2, False), (5, True)])
+def test_resuming_behind_the_end_of_a_stream_is_said(tmp_path, caplog, step, is_said):
+    """transformers skips more rows than there are, and begins again."""
+    options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1}
+    trained(tmp_path, rows_of(3), **options)
+    caplog.clear()
+    seen = trained(tmp_path, rows_of(3), str(tmp_path / f"checkpoint-{step}"), **options).seen
+    assert [row for _, row, _, _ in seen][:2] == ([3, 4] if is_said else [5, 3])
+    assert ("its rows start anew" in caplog.text) is is_said

@@ -53,6 +53,8 @@ class Passes(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Before the first batch of a pass is taken."""
         if not self._is_first:
+            if self._is_resumed and self.epoch and state.global_step == self._first_step:
+                logger.warning("ready_hf: the stream had ended before this checkpoint, so its rows start anew")
             self.epoch, self._is_resumed = self.epoch + 1, False
         self._is_first, self._first_step = False, state.global_step
 
