@@ -1,7 +1,9 @@
 """`ready-hf train`: from text to a folder that loads, and one line for what cannot be done."""
 
+import importlib.util
 import json
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -116,6 +118,7 @@ WRONG = [
     (["--target", "TARGET", "--data", "DATA", "--max-length", "0"], "--max-length must be at least 1, got 0"),
     (["--target", "TARGET", "--data", "DATA", "--held-out", "0"], "--held-out must be at least 1, got 0"),
     (["--target", "TARGET", "--data", "DATA", "--resume"], "no checkpoint to go on from"),
+    (["--target", "TARGET", "--data", "DATA", "--held-out-data", "DATA"], "is in --data and in --held-out-data"),
     (["--target", "DRAFTER", "--data", "DATA"], "must be a language model; that is a drafter"),
 ]
 
@@ -134,3 +137,35 @@ def test_what_cannot_be_done_is_one_line(target, data, tmp_path, capsys, monkeyp
 def test_too_little_data_is_one_line(target, data, tmp_path, capsys):
     assert train(target, data, tmp_path / "out", "--as-written", "--held-out", "99") == 2
     assert "rows, and --held-out takes 99: give more --data" in capsys.readouterr().err
+
+
+UNREACHABLE = [
+    (["--report_to", "wandb"], "wandb"),
+    (["--optim", "adamw_bnb_8bit"], "bitsandbytes"),
+    (["--push_to_hub", "True"], "--push_to_hub: the repository cannot be made or reached"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), UNREACHABLE, ids=lambda x: x if isinstance(x, str) else None)
+def test_what_is_not_there_is_one_line_too(target, data, tmp_path, capsys, monkeypatch, options, message):
+    """A program that reports, an optimizer's library, the Hub."""
+    for package in ("wandb", "bitsandbytes"):
+        if package == message and importlib.util.find_spec(package):
+            pytest.skip(f"{package} is installed")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    assert train(target, data, tmp_path / "drafter", "--as-written", "--no-reader", *options) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_rows_too_short_for_a_block_are_one_line(target, data, tmp_path, capsys):
+    """They would train nothing and be saved as a drafter."""
+    assert train(target, data, tmp_path / "out", "--as-written", "--max-length", "9") == 2
+    assert capsys.readouterr().err.endswith("--max-length must be at least 10 for this drafter, got 9\n")
+
+
+def test_an_output_folder_of_another_training_is_refused(target, data, tmp_path, capsys):
+    """Its checkpoints have higher numbers, so resuming the new training would go on from the old one."""
+    (tmp_path / "drafter" / "checkpoint-7").mkdir(parents=True)
+    assert train(target, data, tmp_path / "drafter", "--as-written", "--no-reader") == 2
+    assert "has checkpoint-7 of an earlier training: give --resume" in capsys.readouterr().err

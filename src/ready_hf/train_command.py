@@ -64,8 +64,27 @@ class TrainSettings(Settings):
         for option, value in (("--held-out", self.held_out), ("--eval-steps", self.eval_steps)):
             if value is not None and value < 1:
                 raise UsageError(f"{option} must be at least 1, got {value}")
+        both = {_place(source) for source in self.data} & {_place(source) for source in self.held_out_data}
+        if both:
+            raise UsageError(
+                f"{min(both)} is in --data and in --held-out-data: it would be evaluated on what it learned"
+            )
+        self._check_output_dir()
+
+    def _check_output_dir(self) -> None:
+        """Refuses folders that cannot be written to, and those of another training, whose checkpoints would mix."""
         if self.output_dir.is_file():
             raise UsageError(f"--output-dir {self.output_dir} is a file")
+        if not self.resume and (old := sorted(self.output_dir.glob("checkpoint-*"))):
+            raise UsageError(
+                f"--output-dir {self.output_dir} has {old[-1].name} of an earlier training: give --resume to go on "
+                "from it, or another --output-dir"
+            )
+
+
+def _place(source: str) -> str:
+    """A source, a file by its full path."""
+    return str(Path(source).resolve()) if Path(source).exists() else source
 
 
 class _Parser(HfArgumentParser):
@@ -94,11 +113,14 @@ def run_training(settings: TrainSettings, options: Sequence[str] = ()) -> int:
         target = target.to(arguments.device)
         set_seed(arguments.seed)  # a new drafter is the same in every run, and in every process
         drafter = _drafter(target, tokenizer, settings)
+        shortest = drafter.config.block_size + 2  # something before an anchor, it, and its block
+        if settings.max_length < shortest:
+            raise UsageError(f"--max-length must be at least {shortest} for this drafter, got {settings.max_length}")
         with arguments.main_process_first(desc="on-policy text"):  # the others find it on disk
             rows = _rows(target, tokenizer, drafter.config, examples, settings, "_on_policy")
             others = held_out and _rows(target, tokenizer, drafter.config, held_out, settings, "_on_policy_held_out")
         parts = _parts(rows, others, settings.held_out)
-        trainer = ReadyTrainer(drafter, arguments, target=target, processing_class=tokenizer, **parts)
+        trainer = _trainer(drafter, arguments, target=target, processing_class=tokenizer, **parts)
         if checkpoint is not None:
             trainer.check_checkpoint(checkpoint)
     except (ValueError, ImportError) as error:  # what the data, the trainer and the target refuse
@@ -116,6 +138,30 @@ def run_training(settings: TrainSettings, options: Sequence[str] = ()) -> int:
             f"accepted if all before them are: {_by_position(metrics)}"
         )
     return 0
+
+
+def _trainer(drafter: ReadyDrafterModel, arguments: ReadyTrainingArguments, **kwargs: Any) -> ReadyTrainer:
+    """The trainer, with its optimizer unless a launcher shards it.
+
+    Raises:
+        UsageError: reports, uploads or the output folder cannot be set up.
+    """
+    try:
+        trainer = ReadyTrainer(drafter, arguments, **kwargs)
+        if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            trainer.create_optimizer()
+    except (ValueError, ImportError):
+        raise
+    except Exception as error:
+        if arguments.push_to_hub:  # the Hub's client raises errors of many types
+            raise UsageError(
+                f"--push_to_hub: the repository cannot be made or reached ({type(error).__name__}: {error}): log in "
+                "(`hf auth login`), check --hub_model_id and the network, or leave --push_to_hub out"
+            ) from error
+        if isinstance(error, (OSError, RuntimeError)):  # a folder, a program that reports
+            raise UsageError(str(error)) from error
+        raise
+    return trainer
 
 
 def training_arguments(settings: TrainSettings, options: Sequence[str]) -> ReadyTrainingArguments:

@@ -29,7 +29,7 @@ from ready_hf.losses import DraftingLoss, LossSums
 from ready_hf.modeling_ready import ReadyDrafterModel
 from ready_hf.schedules import freeze_rest, split_reader_groups
 from ready_hf.sharding import check_sharding, hide_missing_embeddings
-from ready_hf.training_callbacks import CompleteFolder, SkipNonFiniteSteps
+from ready_hf.training_callbacks import CompleteFolder, Passes, SkipNonFiniteSteps
 from ready_hf.training_memory import TrainingMemory, training_memory
 
 
@@ -237,7 +237,9 @@ class ReadyTrainer(Trainer):
             hide_missing_embeddings(model)
         self.model_accepts_loss_kwargs = True  # with it transformers < 5.24 leaves the scaled loss alone
         self._skipping = SkipNonFiniteSteps()
+        self._passes = Passes()
         self.add_callback(self._skipping)
+        self.add_callback(self._passes)
         self.add_callback(CompleteFolder(self))
         self._evaluated: list[LossSums] = []
         self._memory_is_told = False
@@ -341,10 +343,16 @@ class ReadyTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | None]:
-        """The batches of one optimizer step, with their anchors, and the slots that count in all of them together."""
+        """The batches of one optimizer step, with their anchors, and the slots that count in all of them together.
+
+        What is left at the end of a stream and fills no step is dropped: its gradient would go into the next one.
+        """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if 0 < len(batches) < num_batches:
+            self._passes.check_stream(self.state.global_step, len(batches), num_batches)
+            return [], None
         for batch in batches:
-            self._add_anchors(batch, epoch=int(self.state.epoch or 0))
+            self._add_anchors(batch, self._passes.epoch)
         if batches and not self._memory_is_told and self.is_world_process_zero():
             logger.info("ready_hf: %s", self.memory(*batches[0]["input_ids"].shape).table())
             self._memory_is_told = True
