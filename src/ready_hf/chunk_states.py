@@ -56,7 +56,7 @@ def forward_with_states(
         `None`.
     """
     if not layers:
-        return _decoder(model, input_ids, 0, use_cache=False).last_hidden_state, None
+        return _moved(_decoder(model, input_ids, 0, use_cache=False).last_hidden_state, input_ids), None
     everything = recurrent_layers(model)
     if all(layer.recurrence is GATED_DELTA_RULE for layer in everything):
         return _observed(model, input_ids, positions, everything, [x.layer_idx for x in layers], chunk_size)
@@ -142,6 +142,7 @@ def _observed(
         if layer is not None and layer.layer_idx in wanted:
             names = ("key", "value", "g", "beta", "initial_state", "use_qk_l2norm_in_kernel")
             arguments = {name: call.arguments[name] for name in names if name in call.arguments}
+            arguments = {name: _moved(value, input_ids) for name, value in arguments.items()}
             found[layer.layer_idx] = _kept(gated_delta_scan(**arguments, chunk_size=chunk_size), positions)
         return call.run()
 
@@ -152,7 +153,7 @@ def _observed(
             f"{type(model).__name__}: states of {len(found)} recurrent layers were seen in a forward, expected "
             f"{len(wanted)}. Is a layer skipped, or its recurrence run by a kernel that replaces the whole layer?"
         )
-    return hidden_states, AnchorStates([found[index] for index in wanted], positions)
+    return _moved(hidden_states, input_ids), AnchorStates([found[index] for index in wanted], positions)
 
 
 def _by_stretches(
@@ -165,11 +166,16 @@ def _by_stretches(
     for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
         outputs = _decoder(model, input_ids[:, start:stop], start, use_cache=True, cache=cache)
         cache = getattr(outputs, CACHE_NAME)
-        parts.append(outputs.last_hidden_state)
+        parts.append(_moved(outputs.last_hidden_state, input_ids))
         rows, columns = (positions == stop).nonzero(as_tuple=True)
         for states, state in zip(found, state_views(cache, layers), strict=True):
-            states[rows, columns] = state[rows].float()
+            states[rows, columns] = _moved(state, input_ids)[rows].float()
     return torch.cat(parts, dim=1), AnchorStates(found, positions)
+
+
+def _moved(value: Any, like: torch.Tensor) -> Any:
+    """To the device of `like`: the layers of one model may lie on several."""
+    return value.to(like.device) if isinstance(value, torch.Tensor) else value
 
 
 def _decoder(model: PreTrainedModel, input_ids: torch.Tensor, start: int, use_cache: bool, cache: Any = None) -> Any:

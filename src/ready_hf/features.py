@@ -105,7 +105,7 @@ class FrozenTarget:
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The target's logits `[..., V]` in float32, from its last hidden states `[..., d]`."""
         with torch.autocast(hidden_states.device.type, enabled=False):
-            logits = self.target.get_output_embeddings()(hidden_states).float()
+            logits = self.target.get_output_embeddings()(hidden_states).float().to(hidden_states.device)
         return logits if self._logit_scale is None else logits * self._logit_scale
 
     @torch.no_grad()
@@ -192,12 +192,13 @@ class FrozenTarget:
             features = capture.take()
             if self._logit_scale is None:
                 self._logit_scale = self._measured_scale(input_ids[:1, :8])
-        return torch.cat([features[i] for i in ids], dim=-1), hidden_states, states
+        # layers of one model may lie on several devices
+        return torch.cat([features[i].to(input_ids.device) for i in ids], dim=-1), hidden_states, states
 
     def _noise_embeds(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         blocks = torch.full_like(positions, self.config.mask_token_id)[..., None].repeat(1, 1, self.config.block_size)
         blocks[..., 0] = input_ids.gather(1, positions)
-        return self.target.get_input_embeddings()(blocks.flatten(1))
+        return self.target.get_input_embeddings()(blocks.flatten(1)).to(input_ids.device)
 
     def _measured_scale(self, input_ids: torch.Tensor) -> float:
         """What the model multiplies its head's output with: some families scale their logits."""
