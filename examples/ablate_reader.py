@@ -9,6 +9,8 @@ the target drew itself at temperature 1 (ablation_text.py), anchors spread over 
     tau_of_samples   1 + mean of prod min(1, q / p) over the text's own tokens: what speculative sampling accepts
     tau              1 + product of 1 - TV, which is biased
 
+The last figures of a reader are of samples too, with states set to zero, another row's, those of the anchor before.
+
 `--seconds` is the time for training and everything is planned from a few measured steps. `--part test` is for settings
 that are frozen. A try on a CPU:
 

@@ -6,7 +6,8 @@ its long context. The commands behind the folder, and a try on a CPU:
 
     python examples/train_research_target.py prepare --data research_data
     python examples/train_research_target.py train --data research_data --out examples/research_target
-    python examples/train_research_target.py train --data research_data --out tried --seconds 5 --batch 1 --row 512
+    python examples/train_research_target.py train --data research_data --out tried --seconds 5 --batch 1
+        --row 512 --rows 4
 
 Training stops by the clock, as in train_small_target.py, and `--resume` goes on in a later command. It wants an
 environment without flash-linear-attention: the backward pass is that of transformers' chunk rule in torch.

@@ -36,20 +36,30 @@ def train(target, data, out, *more):
     return main(["train", *options, *FEW, *more])
 
 
+FIELDS = {"reader_projection": "bilinear", "reader_rank": 4, "reader_gate": True, "num_hidden_layers": 1}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--as-written", "--no-reader", "--block-size", "4"]], ids=["", "as-written"])
+@pytest.mark.parametrize(
+    "more",
+    [["--drafter-config", json.dumps(FIELDS)], ["--as-written", "--no-reader", "--block-size", "4"]],
+    ids=["", "as-written"],
+)
 def test_a_drafter_comes_out_that_drafts(target, data, tmp_path, capsys, more):
     out = tmp_path / "drafter"
+    as_written = "--as-written" in more
     assert train(target, data, out, *more) == 0
     said = capsys.readouterr().out
     assert "3 steps, on 2 held-out rows" in said
     assert said.index("memory of a training step (estimate)") < said.index("3 steps, on")
     shares = said.split("if all before them are: ")[1].split(", ")
-    assert len(shares) == (4 if more else 8)
+    assert len(shares) == (4 if as_written else 8)
     drafter = AutoModel.from_pretrained(out)
     assert drafter.config.has_reader is ("--no-reader" not in more)
-    assert drafter.config.block_size == (4 if more else 8)
-    assert (out / "_on_policy").is_dir() is not bool(more)  # a name that no trainer uploads
+    assert drafter.config.block_size == (4 if as_written else 8)
+    assert as_written or all(getattr(drafter.config, name) == value for name, value in FIELDS.items())
+    assert ("the target writes 10 texts of up to 48 tokens" in said) is not as_written
+    assert (out / "_on_policy").is_dir() is not as_written  # a name that no trainer uploads
     model = AutoModelForCausalLM.from_pretrained(target)
     inputs = AutoTokenizer.from_pretrained(target)(TEXTS[0], return_tensors="pt")
     options = {"max_new_tokens": 12, "do_sample": False}
@@ -120,6 +130,24 @@ WRONG = [
     (["--target", "TARGET", "--data", "DATA", "--resume"], "no checkpoint to go on from"),
     (["--target", "TARGET", "--data", "DATA", "--held-out-data", "DATA"], "is in --data and in --held-out-data"),
     (["--target", "DRAFTER", "--data", "DATA"], "must be a language model; that is a drafter"),
+    (
+        ["--target", "TARGET", "--data", "DATA", "--drafter-config", "gone.json"],
+        "must be a JSON file or {...}, got 'gone",
+    ),
+    (["--target", "TARGET", "--data", "DATA", "--drafter-config", "{"], "must be a JSON file or {...}, got '{'"),
+    (
+        ["--target", "TARGET", "--data", "DATA", "--drafter-config", '{"block_size": 4}', "--block-size", "8"],
+        "leave --block-size out",
+    ),
+    (["--target", "TARGET", "--data", "DATA", "--drafter-config", '{"reader_rnk": 4}'], "has no field 'reader_rnk'"),
+    (
+        ["--target", "TARGET", "--data", "DATA", "--drafter-config", '{"reader_rank": 0}'],
+        "`reader_rank` must be at least",
+    ),
+    (
+        ["--target", "TARGET", "--data", "DATA", "--drafter", "READY", "--drafter-config", '{"reader_rank": 4}'],
+        "--drafter brings its own",
+    ),
 ]
 
 
@@ -127,10 +155,12 @@ WRONG = [
 def test_what_cannot_be_done_is_one_line(target, data, tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     names = {"TARGET": target, "DATA": data, "DRAFTER": str(ready_hf.small_drafter_path("dspark"))}
+    names["READY"] = str(ready_hf.small_drafter_path())
     assert main(["train", *(names.get(argument, argument) for argument in arguments)]) == 2
     said = capsys.readouterr().err
     assert message in said
-    assert said.count("\n") == 1
+    lines = [line for line in said.splitlines() if line and "Loading weights" not in line]
+    assert len(lines) == 1
     assert not any(path.name.startswith(("drafter", "tmp_trainer")) for path in tmp_path.iterdir())
 
 

@@ -183,7 +183,8 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="SOURCE",
-            help="File (.txt, .jsonl), folder or Hub dataset; may be given several times. [required]",
+            help="File (.txt: one text, .jsonl: one per line), folder or Hub dataset; may be given several times. "
+            "[required]",
         ),
     ] = None,
     output_dir: Annotated[Path, typer.Option(help="Where checkpoints, texts and the drafter go.")] = Path("drafter"),
@@ -195,6 +196,12 @@ def train(
         typer.Option("--reader/--no-reader", help="Read recurrent states, or not; a given drafter only gains."),
     ] = True,
     block_size: Annotated[int | None, typer.Option(help="Drafts per round of a new drafter. [default: 8]")] = None,
+    drafter_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON", help="Fields of ReadyDrafterConfig for a new drafter or reader: a file, or {...} itself."
+        ),
+    ] = None,
     as_written: Annotated[
         bool, typer.Option("--as-written", help="Learn the data itself, not what the target writes after its prompts.")
     ] = False,
@@ -223,6 +230,7 @@ def train(
         output_dir=output_dir,
         reader=reader,
         block_size=block_size,
+        drafter_config=drafter_config,
         as_written=as_written,
         max_length=max_length,
         max_examples=max_examples,

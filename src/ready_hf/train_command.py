@@ -6,11 +6,13 @@ Everything about the training itself is an option of `ReadyTrainingArguments` by
 """
 
 import itertools
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ready_hf.checkpoints import last_complete_checkpoint
@@ -20,6 +22,7 @@ from ready_hf.demo_prompts import UsageError
 from ready_hf.demo_settings import Settings, load_drafters, load_target
 from ready_hf.modeling_ready import ReadyDrafterModel
 from ready_hf.on_policy import OnPolicyOptions, regenerate
+from ready_hf.quiet import use_few_threads
 from ready_hf.row_encoder import RowOptions
 from ready_hf.schedules import add_reader
 from ready_hf.text_sources import Example, read_examples
@@ -34,6 +37,7 @@ class TrainSettings(Settings):
     output_dir: Path = Path("drafter")
     reader: bool = True
     block_size: int | None = None
+    drafter_config: str | None = None
     as_written: bool = False
     max_length: int = 1024
     max_examples: int | None = None
@@ -56,6 +60,7 @@ class TrainSettings(Settings):
             raise UsageError(f"--drafter may be given once, to go on from it, got {len(self.drafters)}")
         if self.drafters and self.block_size is not None:
             raise UsageError("--block-size is the given drafter's: leave one of --drafter and --block-size out")
+        self.drafter_fields()
         if self.block_size is not None and not 2 <= self.block_size <= LARGEST_BLOCK:
             raise UsageError(f"--block-size must be 2 to {LARGEST_BLOCK}, got {self.block_size}")
         for option, value in (("--max-length", self.max_length), ("--max-examples", self.max_examples)):
@@ -70,6 +75,28 @@ class TrainSettings(Settings):
                 f"{min(both)} is in --data and in --held-out-data: it would be evaluated on what it learned"
             )
         self._check_output_dir()
+
+    def drafter_fields(self) -> dict[str, Any]:
+        """Fields of `ReadyDrafterConfig` for a new drafter, or a new reader.
+
+        Raises:
+            UsageError: `--drafter-config` is no file and no JSON object, or has fields with options of their own.
+        """
+        if self.drafter_config is None:
+            return {} if self.block_size is None else {"block_size": self.block_size}
+        text = self.drafter_config
+        try:
+            found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--drafter-config must be a JSON file or {{...}}, got {text!r}: {error}") from None
+        if not isinstance(found, dict):
+            raise UsageError(f"--drafter-config must hold one JSON object, got {type(found).__name__}")
+        unknown = sorted(set(found) - {field.name for field in fields(ReadyDrafterConfig)})
+        if unknown:
+            raise UsageError(f"--drafter-config: ReadyDrafterConfig has no field {unknown[0]!r}")
+        if "block_size" in found and self.block_size is not None:
+            raise UsageError("block_size stands in --drafter-config too: leave --block-size out")
+        return found if self.block_size is None else {**found, "block_size": self.block_size}
 
     def _check_output_dir(self) -> None:
         """Refuses folders that cannot be written to, and those of another training, whose checkpoints would mix."""
@@ -111,6 +138,7 @@ def run_training(settings: TrainSettings, options: Sequence[str] = ()) -> int:
         examples, held_out = _examples(settings.data, settings), _examples(settings.held_out_data, settings)
         target, tokenizer = load_target(settings)
         target = target.to(arguments.device)
+        use_few_threads(target)
         set_seed(arguments.seed)  # a new drafter is the same in every run, and in every process
         drafter = _drafter(target, tokenizer, settings)
         shortest = drafter.config.block_size + 2  # something before an anchor, it, and its block
@@ -123,8 +151,8 @@ def run_training(settings: TrainSettings, options: Sequence[str] = ()) -> int:
         trainer = _trainer(drafter, arguments, target=target, processing_class=tokenizer, **parts)
         if checkpoint is not None:
             trainer.check_checkpoint(checkpoint)
-    except (ValueError, ImportError) as error:  # what the data, the trainer and the target refuse
-        raise UsageError(str(error)) from error
+    except (ValueError, TypeError, ImportError, StrictDataclassError) as error:  # what data, trainer and target refuse
+        raise UsageError(" ".join(str(error).split())) from error
     if trainer.is_world_process_zero():
         longest = max(len(row["input_ids"]) for row in parts["train_dataset"])
         print(trainer.memory(arguments.per_device_train_batch_size, longest).table(), flush=True)
@@ -219,11 +247,17 @@ def _parts(rows: Any, others: Any, held_out: int) -> dict[str, list[Any]]:
 def _drafter(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: TrainSettings
 ) -> ReadyDrafterModel:
+    chosen = settings.drafter_fields()
     for given in load_drafters(target, settings).values():
         given = given.float()  # `--bf16` computes in bfloat16; what is summed up over steps stays float32
-        return add_reader(given, target) if settings.reader and not given.config.has_reader else given
-    sizes = {} if settings.block_size is None else {"block_size": settings.block_size}
-    config = ReadyDrafterConfig.for_target(target, reader=settings.reader, tokenizer=tokenizer, **sizes)
+        if settings.reader and not given.config.has_reader:
+            return add_reader(given, target, **chosen)
+        if chosen:
+            raise UsageError(
+                "--drafter-config is for new drafters and readers, and --drafter brings its own: leave it out"
+            )
+        return given
+    config = ReadyDrafterConfig.for_target(target, reader=settings.reader, tokenizer=tokenizer, **chosen)
     return ReadyDrafterModel(config)
 
 
@@ -245,4 +279,10 @@ def _rows(
     if longest >= settings.max_length:
         raise UsageError(f"a prompt has {longest} tokens, which leaves none of --max-length {settings.max_length}")
     written = OnPolicyOptions(max_new_tokens=settings.max_length - longest, forbidden_ids=forbidden)
-    return regenerate(target, tokenizer, prompts, settings.output_dir / folder, written)
+    place = settings.output_dir / folder
+    print(
+        f"the target writes {len(prompts)} texts of up to {settings.max_length} tokens into {place}, where they are "
+        "kept (a .txt file is one text; --as-written learns the data itself)",
+        flush=True,
+    )
+    return regenerate(target, tokenizer, prompts, place, written)
