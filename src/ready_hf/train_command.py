@@ -6,6 +6,7 @@ Everything about the training itself is an option of `ReadyTrainingArguments` by
 """
 
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,11 @@ from ready_hf.row_encoder import RowOptions
 from ready_hf.schedules import add_reader
 from ready_hf.text_sources import Example, read_examples
 from ready_hf.training import ReadyTrainer, ReadyTrainingArguments
+
+
+logger = logging.getLogger(__name__)
+
+FEW_ROWS = 1000  # 28672 rows of 512 tokens made the drafters that ship
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,7 @@ def run_training(settings: TrainSettings, options: Sequence[str] = ()) -> int:
     except (ValueError, ImportError) as error:  # what the data, the trainer and the target refuse
         raise UsageError(str(error)) from error
     if trainer.is_world_process_zero():
+        _warn_of_few_rows(len(parts["train_dataset"]))
         longest = max(len(row["input_ids"]) for row in parts["train_dataset"])
         print(trainer.memory(arguments.per_device_train_batch_size, longest).table(), flush=True)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -188,6 +195,15 @@ def training_arguments(settings: TrainSettings, options: Sequence[str]) -> Ready
     if unknown:
         raise UsageError(f"unknown option {unknown[0]}: neither of this command nor of ReadyTrainingArguments")
     return arguments
+
+
+def _warn_of_few_rows(num_rows: int) -> None:
+    if num_rows < FEW_ROWS:
+        logger.warning(
+            "ready_hf: %d rows are few to learn from, so expect no speedup: give thousands of them (`ready-hf eval` "
+            "measures what the drafter brings)",
+            num_rows,
+        )
 
 
 def _by_position(metrics: dict[str, float]) -> str:
