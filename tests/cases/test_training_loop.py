@@ -1,4 +1,4 @@
-"""Cases C13, C14, C15, C19, C28, C40, C53, C63, C64 and C88: what users of other projects met while training drafters."""
+"""Cases C13, C14, C15, C19, C28, C40, C53, C63, C64 and C88: what users met while training drafters."""
 
 import copy
 import os
@@ -182,8 +182,9 @@ trainer = ReadyTrainer(drafter, ReadyTrainingArguments(sys.argv[1], **options), 
 loss = trainer.train().training_loss
 assert loss == loss and trainer.state.global_step == 3
 assert not any(torch.equal(before[name], value) for name, value in drafter.named_parameters())
-plain = target.generate(random_prompt(8), max_new_tokens=12, do_sample=False)
-assert torch.equal(target.generate(random_prompt(8), max_new_tokens=12, do_sample=False, assistant_model=drafter), plain)
+prompt, options = random_prompt(8), {"max_new_tokens": 12, "do_sample": False}
+plain = target.generate(prompt, **options)
+assert torch.equal(target.generate(prompt, **options, assistant_model=drafter), plain)
 loaded = [name for name in sys.modules if name.split(".")[0] in ("triton", "fla") and sys.modules[name]]
 print("done", loaded)
 """
