@@ -222,6 +222,12 @@ def wrong_states(states: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.cat([states[:, :1], states[:, :-1]], dim=1)
 
 
+def whole_blocks(written: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Anchors `[N, T]` with their block in the row and written text behind them: every slot has as many labels."""
+    text = torch.ones_like(written)
+    return legal_anchors(text, block_size) & legal_anchors(text, block_size, 1, written)
+
+
 @torch.no_grad()
 def evaluate(
     target: PreTrainedModel,
@@ -237,7 +243,7 @@ def evaluate(
         ids = ids.to(target.device)
         written = torch.ones_like(ids)
         written[:, :prompt] = 0
-        legal = legal_anchors(torch.ones_like(ids), drafter.config.block_size, 1, written)
+        legal = whole_blocks(written, drafter.config.block_size)
         anchors, mask = choose_anchors(legal, 2 * args.anchors)
         batch = change(frozen.batch(ids, anchors, mask, None, written))
         sums = drafting_sums(drafter, drafter, frozen, batch, DraftingLoss())

@@ -100,6 +100,17 @@ def test_rows_with_nothing_to_learn_are_dropped_and_counted(tokenizer, caplog):
     assert all(any(row["loss_mask"]) and len(row["loss_mask"]) == len(row["input_ids"]) <= 32 for row in kept)
 
 
+def test_conversations_that_the_template_refuses_are_dropped_and_counted(tokenizer):
+    """As many templates do with a system turn; the error of one alone would end a long run."""
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}" + PLAIN
+    tokenizer.chat_template, good = refusing, chat("hi", "return a")
+    bad = {"messages": [{"role": "system", "content": "be short"}, *good["messages"]]}
+    for method, more in (("rows", []), ("prompts", [8])):
+        encoder = RowEncoder(tokenizer, RowOptions())
+        assert len(list(getattr(encoder, method)(read_examples([good, bad, good]), *more))) == 2
+        assert encoder.dropped == {"is refused by the chat template (no system turns)": 1}
+
+
 @pytest.mark.parametrize(
     ("rows", "template", "words"),
     [

@@ -260,7 +260,19 @@ def test_a_loss_mask_ends_a_block():
     counted = frozen.batch(ids, torch.tensor([[1, 4, 7, 9]]), loss_mask=learned).loss_mask[0]
     assert counted.tolist() == [[False] * 4, [True] * 4, [True] + [False] * 3, [True] * 4]
     legal = legal_anchors(torch.ones(1, 16), 4, loss_mask=learned)
-    assert legal[0].nonzero().flatten().tolist() == [2, 3, 4, 5, 6, 7, 9, 10, 11]
+    assert legal[0].nonzero().flatten().tolist() == [2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14]
+
+
+def test_with_a_loss_mask_a_block_may_reach_beyond_the_text():
+    target = tiny_target("qwen3_5")
+    frozen = FrozenTarget(target, drafter_for(target, block_size=4).config)
+    ids, text, anchors = random_prompt(16), torch.ones(1, 16), torch.tensor([[8, 10, 12, 13]])
+    text[0, 14:] = 0  # padding
+    counted = frozen.batch(ids, anchors, None, text, torch.ones(1, 16)).loss_mask[0]
+    assert counted.sum(-1).tolist() == [4, 3, 1, 0]
+    assert counted[1].tolist() == [True] * 3 + [False]
+    assert frozen.batch(ids, anchors, None, text).loss_mask[0].sum(-1).tolist() == [4, 0, 0, 0]
+    assert not legal_anchors(text, 4, loss_mask=torch.ones(1, 16))[0, 13:].any()
 
 
 def test_texts_shorter_than_a_block_give_dummies():

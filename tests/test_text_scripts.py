@@ -254,7 +254,7 @@ def test_the_shortest_rows_have_an_anchor(trainer, block, stride):
         """Of a row in training, and after the prompt of a held-out one."""
         ids, written = torch.ones(1, length), torch.ones(1, length)
         written[:, : trainer.held_prompt(length)] = 0
-        legal = (trainer.legal_anchors(ids, block, stride), trainer.legal_anchors(ids, block, 1, written))
+        legal = (trainer.legal_anchors(ids, block, stride), trainer.whole_blocks(written, block))
         return [bool(trainer.choose_anchors(places, 3)[1].any()) for places in legal]
 
     for length in range(2, 120):

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from ready_hf.text_sources import DataError
+from ready_hf.text_sources import DataError, RefusedConversation
 
 
 Turns = Literal["all", "last", "split"]
@@ -128,7 +128,7 @@ def _renderer(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
             )
         except (jinja2.TemplateError, TypeError) as error:
-            raise DataError(f"{where}: the chat template refuses the conversation: {error}") from error
+            raise RefusedConversation(where, str(error)) from error
 
     return render
 
@@ -145,7 +145,7 @@ def _marked(
             **options,
         )
     except (jinja2.TemplateError, TypeError) as error:
-        raise DataError(f"{where}: the chat template refuses the conversation: {error}") from error
+        raise RefusedConversation(where, str(error)) from error
     return encoded["input_ids"], encoded["assistant_masks"]
 
 

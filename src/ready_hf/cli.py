@@ -205,6 +205,14 @@ def train(
     as_written: Annotated[
         bool, typer.Option("--as-written", help="Learn the data itself, not what the target writes after its prompts.")
     ] = False,
+    turns: Annotated[
+        str,
+        typer.Option(metavar="all|last|split", help="Answers of a chat to learn; split: each in a row of its own."),
+    ] = "all",
+    thinking: Annotated[
+        str | None,
+        typer.Option(metavar="on|off|mixed", help="enable_thinking of the chat template. [default: the template's]"),
+    ] = None,
     max_length: Annotated[int, typer.Option(help="Tokens of a row.")] = 1024,
     max_examples: Annotated[int | None, typer.Option(help="Examples of each source. [default: all]")] = None,
     held_out: Annotated[int, typer.Option(help="Rows of --data kept for evaluation.")] = 16,
@@ -232,6 +240,8 @@ def train(
         block_size=block_size,
         drafter_config=drafter_config,
         as_written=as_written,
+        turns=turns,
+        thinking=thinking,
         max_length=max_length,
         max_examples=max_examples,
         held_out=held_out,

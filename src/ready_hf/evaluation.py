@@ -15,7 +15,9 @@ A prompt is *looping* at a temperature if any text at that temperature ends in a
 draft and would flatter every figure, so such prompts are counted, reported apart and left out of all other figures.
 """
 
+import datetime
 import logging
+import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -114,7 +116,8 @@ def evaluate(
             logger.warning("ready_hf: interrupted; this is about the first %d of %d prompts", index, len(prompts))
     options = {"max_new_tokens": max_new_tokens, "seed": seed, "resamples": resamples}
     setting = {"target": type(target).__name__, "dtype": str(target.dtype).removeprefix("torch."), **options}
-    setting |= {"device": str(target.device), "torch": torch.__version__, "prompts": done}
+    setting |= {"device": str(target.device), "hardware": _hardware(target.device), "torch": torch.__version__}
+    setting |= {"prompts": done, "date": datetime.date.today().isoformat(), **_cuts(drafters)}
     return Evaluation(tuple(texts), tuple(names), tuple(context_edges), seed, resamples, setting)
 
 
@@ -178,6 +181,22 @@ def without_end(tokens: Iterable[int], target: PreTrainedModel) -> list[int]:
     eos: Any = getattr(target.generation_config, "eos_token_id", None)
     ends = set(eos) if isinstance(eos, list) else {eos}
     return [token for token in tokens if token not in ends]
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {device.type.upper()} with {torch.get_num_threads()} threads"
+
+
+def _cuts(drafters: Mapping[str, Drafter]) -> dict[str, float]:
+    """Where drafters with a confidence head cut their blocks; 0 is nowhere."""
+    configs = {name: drafter.config for name, drafter in drafters.items() if isinstance(drafter, PreTrainedModel)}
+    return {
+        f"confidence cut of {name}": float(config.confidence_threshold)
+        for name, config in configs.items()
+        if getattr(config, "enable_confidence_head", False)
+    }
 
 
 def _check(

@@ -79,7 +79,10 @@ def _row_dict(found: Evaluation, temperature: int, row: str) -> dict[str, Any]:
     figures: dict[str, Any] = {"tokens_per_second": finite(found.tokens_per_second(temperature, row))}
     if row == PLAIN:
         return figures
+    drafts, forwards = found.drafts(temperature, row)
     figures |= {
+        "drafts": drafts,
+        "forwards": forwards,
         "accepted_length": _dicts(found.accepted_length(temperature, row)),
         "accepted_length_looping": _dicts(found.accepted_length(temperature, row, looping=True)),
         "speed": _dicts(found.speed(temperature, row)),
@@ -152,15 +155,17 @@ def _temperature(found: Evaluation, temperature: int) -> list[Block]:
 
 def _summary(found: Evaluation, temperature: int) -> Table:
     first = found.drafters[0]
-    head = ["", "tokens per forward", "speed", "tokens/s"]
-    rows = [head, [PLAIN, "1.00", "1.00", f"{found.tokens_per_second(temperature, PLAIN):.1f}"]]
+    head = ["", "tokens per forward", "speed", "tokens/s", "drafts per forward"]
+    rows = [head, [PLAIN, "1.00", "1.00", f"{found.tokens_per_second(temperature, PLAIN):.1f}", ""]]
     for row in found.drafters:
+        drafts, forwards = found.drafts(temperature, row)
         rows.append(
             [
                 row,
                 found.accepted_length(temperature, row)[MACRO].text(),
                 found.speed(temperature, row)[MACRO].text(),
                 f"{found.tokens_per_second(temperature, row):.1f}",
+                f"{drafts / forwards:.2f}" if forwards else "n/a",
             ]
         )
     if len(found.drafters) > 1:

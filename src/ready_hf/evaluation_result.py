@@ -159,6 +159,11 @@ class Evaluation:
         mine, theirs = ratio(0, 1), ratio(2, 3)
         return self._bootstrap(quantities, texts, lambda totals: mine(totals) / theirs(totals))
 
+    def drafts(self, temperature: int, row: str) -> tuple[int, int]:
+        """Drafts that were verified, and verify forwards, of all prompts that do not loop."""
+        log = [entry for text in self.of(temperature, row) for entry in text.log]
+        return sum(entry.num_drafts for entry in log), len(log)
+
     def tokens_per_second(self, temperature: int, row: str) -> float:
         """Of all prompts that do not loop; NaN without any."""
         texts = self.of(temperature, row)

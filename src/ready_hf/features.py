@@ -126,7 +126,7 @@ class FrozenTarget:
             anchor_mask (`torch.BoolTensor` of shape `[B, A]`, *optional*): `False` for dummies.
             attention_mask (`torch.Tensor` of shape `[B, T]`, *optional*): 0 for padding.
             loss_mask (`torch.Tensor` of shape `[B, T]`, *optional*): 1 for tokens to be learned. A block counts up to
-                its first other token.
+                its first other token, or the end of the text; without a mask only if all of it is in the text.
             check (`bool`): Look at ids and anchors first, which waits for the device. `False` is for rows without
                 padding that are known to be legal.
 
@@ -168,10 +168,11 @@ class FrozenTarget:
     ) -> torch.Tensor:
         """Slots that count `[B, A, G]`, without a forward; arguments as in `batch`."""
         block_size, length = self.config.block_size, input_ids.shape[1]
-        is_whole = _is_whole(anchor_positions, length, block_size, attention_mask)
+        sizes = range(1, block_size + 1) if loss_mask is not None else [block_size] * block_size
+        inside = [_is_whole(anchor_positions, length, size, attention_mask) for size in sizes]
+        counted = torch.stack(inside, dim=-1)
         if anchor_mask is not None:
-            is_whole = is_whole & anchor_mask.bool()
-        counted = is_whole[..., None].expand(-1, -1, block_size)
+            counted = counted & anchor_mask.bool()[..., None]
         if loss_mask is None:
             return counted
         _, after = _slot_positions(anchor_positions, block_size, length)
@@ -245,7 +246,10 @@ def checked_ids(
 def legal_anchors(
     attention_mask: torch.Tensor, block_size: int, stride: int = 1, loss_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Where an anchor may stand `[B, T]`: something before it, its whole block in the text, its first label learned.
+    """Where an anchor may stand `[B, T]`: something before it, its block in the text, its first label learned.
+
+    Without a `loss_mask` the whole block must be in the text. With one, the first label is enough: the last answer of
+    a conversation may be shorter than a block, and its end should be learned at every slot.
 
     Args:
         attention_mask (`torch.Tensor` of shape `[B, T]`): 0 for padding, on the right.
@@ -255,7 +259,8 @@ def legal_anchors(
     """
     batch, length = attention_mask.shape
     positions = torch.arange(length, device=attention_mask.device).expand(batch, -1)
-    legal = _is_whole(positions, length, block_size, attention_mask) & (positions > 0) & (positions % stride == 0)
+    needed = block_size if loss_mask is None else 1
+    legal = _is_whole(positions, length, needed, attention_mask) & (positions > 0) & (positions % stride == 0)
     if loss_mask is not None:
         legal = legal & _taken(loss_mask.bool(), (positions + 1).clamp_max(length - 1))
     return legal

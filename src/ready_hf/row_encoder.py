@@ -20,7 +20,7 @@ from ready_hf.chat_rows import (
     encode_prompt,
     template_options,
 )
-from ready_hf.text_sources import DataError, Example
+from ready_hf.text_sources import DataError, Example, RefusedConversation
 
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,11 @@ class RowEncoder:
     def prompts(self, examples: Iterable[Example], prompt_tokens: int) -> Iterator[list[int]]:
         """Prompts in the order of the examples."""
         for index, example in enumerate(examples):
-            ids = self._prompt(example, index, prompt_tokens)
+            try:
+                ids = self._prompt(example, index, prompt_tokens)
+            except RefusedConversation as error:
+                self._drop_refused(error)
+                continue
             if not ids:
                 self.dropped["has no user turn" if example.messages else "holds no text"] += 1
             elif len(ids) > self.options.max_length:
@@ -142,7 +146,11 @@ class RowEncoder:
         if example.messages is not None:
             self._check_for_chats()
             options = template_options(self.options.thinking, self.options.seed, index)
-            rows = encode_chat(example.messages, self.tokenizer, self.options.turns, options, example.where)
+            try:
+                rows = encode_chat(example.messages, self.tokenizer, self.options.turns, options, example.where)
+            except RefusedConversation as error:
+                self._drop_refused(error)
+                return []
             if not rows:
                 roles = ", ".join(sorted({message["role"] for message in example.messages}))
                 self.dropped[f"has no answer of the assistant (its roles: {roles})"] += 1
@@ -184,6 +192,9 @@ class RowEncoder:
         options = template_options(self.options.thinking, self.options.seed, index)
         before = [message for message in example.messages[: turn + 1] if message["role"] != "assistant"]
         return encode_prompt(before, self.tokenizer, options, example.where)
+
+    def _drop_refused(self, error: RefusedConversation) -> None:
+        self.dropped[f"is refused by the chat template ({error.reason})"] += 1
 
     def _check_for_chats(self) -> None:
         if not self._is_checked_for_chats:

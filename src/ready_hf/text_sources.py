@@ -36,6 +36,19 @@ class DataError(ValueError):
     """Data that cannot be learned from; the message says what was found, what is allowed and what to do."""
 
 
+class RefusedConversation(DataError):
+    """A conversation that the chat template does not take.
+
+    Args:
+        where (`str`): Where it stands.
+        reason (`str`): The template's own words.
+    """
+
+    def __init__(self, where: str, reason: str):
+        super().__init__(f"{where}: the chat template refuses the conversation: {reason}")
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Example:
     """One row of a source: a text, or a prompt with or without its completion, or a conversation.

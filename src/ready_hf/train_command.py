@@ -7,6 +7,7 @@ Everything about the training itself is an option of `ReadyTrainingArguments` by
 
 import itertools
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,6 +30,11 @@ from ready_hf.text_sources import Example, read_examples
 from ready_hf.training import ReadyTrainer, ReadyTrainingArguments
 
 
+logger = logging.getLogger(__name__)
+
+FEW_ROWS = 1000  # 28672 rows of 512 tokens made the drafters that ship
+
+
 @dataclass(frozen=True)
 class TrainSettings(Settings):
     """What to train; the fields are the options of `ready-hf train`, those of `Settings` among them."""
@@ -39,6 +45,8 @@ class TrainSettings(Settings):
     block_size: int | None = None
     drafter_config: str | None = None
     as_written: bool = False
+    turns: str = "all"
+    thinking: str | None = None
     max_length: int = 1024
     max_examples: int | None = None
     held_out: int = 16
@@ -69,12 +77,25 @@ class TrainSettings(Settings):
         for option, value in (("--held-out", self.held_out), ("--eval-steps", self.eval_steps)):
             if value is not None and value < 1:
                 raise UsageError(f"{option} must be at least 1, got {value}")
+        self.row_options()
         both = {_place(source) for source in self.data} & {_place(source) for source in self.held_out_data}
         if both:
             raise UsageError(
                 f"{min(both)} is in --data and in --held-out-data: it would be evaluated on what it learned"
             )
         self._check_output_dir()
+
+    def row_options(self, **options: Any) -> RowOptions:
+        """How examples become rows.
+
+        Raises:
+            UsageError: a value that is not allowed.
+        """
+        chosen: dict[str, Any] = {"max_length": self.max_length, "turns": self.turns, "thinking": self.thinking}
+        try:
+            return RowOptions(**chosen, **options)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
 
     def drafter_fields(self) -> dict[str, Any]:
         """Fields of `ReadyDrafterConfig` for a new drafter, or a new reader.
@@ -154,6 +175,7 @@ def run_training(settings: TrainSettings, options: Sequence[str] = ()) -> int:
     except (ValueError, TypeError, ImportError, StrictDataclassError) as error:  # what data, trainer and target refuse
         raise UsageError(" ".join(str(error).split())) from error
     if trainer.is_world_process_zero():
+        _warn_of_few_rows(len(parts["train_dataset"]))
         longest = max(len(row["input_ids"]) for row in parts["train_dataset"])
         print(trainer.memory(arguments.per_device_train_batch_size, longest).table(), flush=True)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -218,6 +240,15 @@ def training_arguments(settings: TrainSettings, options: Sequence[str]) -> Ready
     return arguments
 
 
+def _warn_of_few_rows(num_rows: int) -> None:
+    if num_rows < FEW_ROWS:
+        logger.warning(
+            "ready_hf: %d rows are few to learn from, so expect no speedup: give thousands of them (`ready-hf eval` "
+            "measures what the drafter brings)",
+            num_rows,
+        )
+
+
 def _by_position(metrics: dict[str, float]) -> str:
     """`61%, 43%, ...`, from the first position in the block on."""
     names = (f"eval_acceptance_{k}" for k in itertools.count(1))
@@ -270,7 +301,7 @@ def _rows(
     folder: str,
 ) -> Any:
     forbidden = (config.mask_token_id,)
-    options = RowOptions(max_length=settings.max_length, vocab_size=config.vocab_size, forbidden_ids=forbidden)
+    options = settings.row_options(vocab_size=config.vocab_size, forbidden_ids=forbidden)
     if settings.as_written:
         return training_rows(examples, tokenizer, options)
     prompt_tokens = min(64, max(1, settings.max_length // 4))

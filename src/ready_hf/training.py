@@ -455,8 +455,8 @@ class ReadyTrainer(Trainer):
 
     def _warn_of_nothing(self, where: str) -> None:
         logger.warning(
-            "ready_hf: nothing to learn from in %s: a block needs a row of more than %d tokens, an anchor at a "
-            "multiple of %d that is not the first token, and a `loss_mask` of 1 after it",
+            "ready_hf: nothing to learn from in %s: a block needs a row of more than %d tokens (2 with a "
+            "`loss_mask`), an anchor at a multiple of %d that is not the first token, and a `loss_mask` of 1 after it",
             where,
             self._frozen.config.block_size + 1,
             self.args.anchor_stride,

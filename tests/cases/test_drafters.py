@@ -79,6 +79,32 @@ def test_c46_more_drafts_than_the_block(caplog):
     assert first[8] == first[12] == first[64]
 
 
+def test_c46_fewer_drafts_are_the_first_of_the_block():
+    """A trained drafter, asked for 4 of its 8: at the same anchor the same drafts, so they are accepted as often."""
+    path = ready_hf.small_target_path()
+    target = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    drafter = AutoModel.from_pretrained(ready_hf.small_drafter_path("dspark"), dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    logs = {}
+    for limit in (4, 8):
+        for text in ("def main(", "import os\n\nclass Reader:", "for name in sorted("):
+            ids = tokenizer(text, return_tensors="pt")["input_ids"]
+            with ready_hf.record_stats() as stats:
+                generate(target, ids, assistant_model=drafter, num_assistant_tokens=limit)
+            logs[limit, text] = {entry.context: entry for entry in stats.log}
+    pairs = [
+        (entry, logs[8, text][context])
+        for (limit, text), log in logs.items()
+        for context, entry in log.items()
+        if limit == 4 and context in logs[8, text]
+    ]
+    assert len(pairs) > 6
+    assert max(few.num_drafts for few, _ in pairs) == 4
+    assert any(many.num_drafts == 8 for _, many in pairs)
+    assert all(few.accepted == many.accepted[: few.num_drafts] for few, many in pairs)
+    assert sum(len(few.accepted) for few, _ in pairs) > 3
+
+
 def evaluated(target, drafter, rows, before):
     """Expected tokens of a round, over anchors in the last 100 tokens of rows with `before` tokens more."""
     anchors = torch.arange(before + 36, before + 92, 8).expand(len(rows), -1)

@@ -1,6 +1,10 @@
-"""Cases C13, C14, C15, C19, C28, C53, C63, C64 and C88: what users of other projects met while training drafters."""
+"""Cases C13, C14, C15, C19, C28, C40, C53, C63, C64 and C88: what users met while training drafters."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,6 +164,39 @@ def test_anchors_differ_from_step_to_step(tmp_path, monkeypatch):
     run_training(tmp_path, drafter_for(target), target, 4)
     assert len(seen) == 4
     assert len({str(anchors) for anchors in seen}) == 4
+
+
+WITHOUT_KERNELS = """
+import sys
+sys.modules.update({name: None for name in ("triton", "fla", "kernels", "causal_conv1d")})  # as if not installed
+
+import torch
+from ready_hf.training import ReadyTrainer, ReadyTrainingArguments
+from support import drafter_for, random_prompt, tiny_target
+
+target = tiny_target("qwen3_5")
+drafter, rows = drafter_for(target), [{"input_ids": row} for row in random_prompt(24, batch=6)]
+before = {name: value.detach().clone() for name, value in drafter.named_parameters()}
+options = {"max_steps": 3, "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "num_anchors": 3}
+trainer = ReadyTrainer(drafter, ReadyTrainingArguments(sys.argv[1], **options), target=target, train_dataset=rows)
+loss = trainer.train().training_loss
+assert loss == loss and trainer.state.global_step == 3
+assert not any(torch.equal(before[name], value) for name, value in drafter.named_parameters())
+prompt, options = random_prompt(8), {"max_new_tokens": 12, "do_sample": False}
+plain = target.generate(prompt, **options)
+assert torch.equal(target.generate(prompt, **options, assistant_model=drafter), plain)
+loaded = [name for name in sys.modules if name.split(".")[0] in ("triton", "fla") and sys.modules[name]]
+print("done", loaded)
+"""
+
+
+def test_c40_import_train_and_generate_without_kernels(tmp_path):
+    """In a process of its own, since this one has imported whatever is installed."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", WITHOUT_KERNELS, str(tmp_path)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.splitlines()[-1] == "done []"
 
 
 def by_hand(anchor_rows, block_size, num_rows, num_seen, window, context_attention_mask, attention_mask):

@@ -1,0 +1,129 @@
+"""Cases C66, C90 and C94: what a report, a card and a training on hardly any text say."""
+
+import datetime
+import json
+import logging
+
+import pytest
+import torch
+from huggingface_hub import EvalResult
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import ready_hf
+from ready_hf import hub
+from ready_hf.cli import main
+from ready_hf.demo_prompts import Prompt
+from ready_hf.evaluation import evaluate
+from ready_hf.intervals import MACRO
+from ready_hf.train_command import FEW_ROWS
+from support import drafter_for, trained_target, trained_tokenizer
+
+
+TEXTS = [f"def function_{i}(value):\n    return value + {i}\n" * 3 for i in range(20)]
+
+
+def small_drafter(**options):
+    """The shipped DSpark drafter."""
+    return AutoModel.from_pretrained(ready_hf.small_drafter_path("dspark"), dtype=torch.float32, **options).eval()
+
+
+def small_target():
+    """The shipped target and its tokenizer."""
+    path = ready_hf.small_target_path()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(path)
+
+
+def table(report, title):
+    """The first table below a heading, as rows of cells."""
+    lines = report.split(f"## {title}\n")[1].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return [rows[0], *rows[2:]]
+
+
+def test_c66_a_confidence_cut_and_what_it_costs_are_in_the_report():
+    target, tokenizer = small_target()
+    drafters = {"whole": small_drafter(), "cut": small_drafter(confidence_threshold=0.75)}
+    prompts = [Prompt(text) for text in ("def main(", "import os\n\nclass Reader:", "for name in sorted(")]
+    found = evaluate(target, tokenizer, drafters, prompts, max_new_tokens=16, temperatures=(0,), resamples=50)
+    report, figures = found.to_markdown(), found.to_dict()
+    assert "confidence cut of whole 0.0, confidence cut of cut 0.75" in report
+    assert figures["setting"]["confidence cut of cut"] == 0.75
+    assert found.prompts(0)
+    head, _, *rows = table(report, "Greedy")
+    assert head[:5] == ["", "tokens per forward", "speed", "tokens/s", "drafts per forward"]
+    per_forward = {}
+    for row, cells in zip(found.drafters, rows, strict=True):
+        log = [entry for text in found.of(0, row) for entry in text.log]
+        drafts, tokens = sum(e.num_drafts for e in log), sum(e.tokens for e in log)
+        mine = figures["figures"]["greedy"][row]
+        assert (mine["drafts"], mine["forwards"]) == (drafts, len(log))
+        assert mine["accepted_length"][MACRO]["value"] == pytest.approx(tokens / len(log))
+        assert sum(position["drafted"] for position in mine["positions"]) == drafts
+        assert sum(position["accepted"] for position in mine["positions"]) == sum(len(e.accepted) for e in log)
+        assert cells[1].startswith(f"{tokens / len(log):.2f}")
+        assert cells[4] == f"{drafts / len(log):.2f}"
+        per_forward[row] = drafts / len(log)
+    assert per_forward["cut"] < per_forward["whole"]
+    assert "acceptance by position" in report
+
+
+def test_c90_a_card_says_what_lossless_means_and_where_numbers_come_from():
+    drafter = drafter_for(trained_target()).to(torch.bfloat16)
+    result = EvalResult("text-generation", "a/b", "prompts", "accepted_length", 2.5)
+    fields = {"base_model": "someone/target", "eval_results": [result]}
+    measured = "NVIDIA H200, bfloat16, 20 prompts, 2026-11-30"
+    told = hub.drafter_card(drafter, "someone/drafter", measured=measured, **fields).text
+    untold = hub.drafter_card(drafter, "someone/drafter", **fields).text
+    bare = hub.drafter_card(drafter, "someone/drafter", base_model="someone/target").text
+    for text in (told, untold, bare):
+        assert "in greedy decoding the same tokens, up to\nfloating-point ties" in text
+        assert "(bfloat16)" in text
+        assert not any(word in text for word in ("bit-exact", "guarantee", "identical"))
+    assert f"measured as follows: {measured}" in told
+    warning = "Nobody has told how the numbers on this card were measured (hardware, dtype, prompts, date)"
+    assert [warning in text for text in (told, untold, bare)] == [False, True, False]
+
+
+def test_c94_training_on_20_samples_warns_and_its_evaluation_is_honest(tmp_path, capsys, caplog):
+    pytest.importorskip("accelerate")
+    data, out = tmp_path / "data.jsonl", tmp_path / "drafter"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    options = ["--target", ready_hf.tiny_target_path(), "--data", str(data), "--output-dir", str(out), "--as-written"]
+    options += ["--max-length", "48", "--held-out", "4", "--no-reader", "--block-size", "4"]
+    options += ["--max_steps", "3", "--save_strategy", "no", "--disable_tqdm", "True", "--num_anchors", "4"]
+    with caplog.at_level(logging.WARNING, "ready_hf"):
+        assert main(["train", *options]) == 0
+    rows = int(capsys.readouterr().out.split(": ")[-2].split(" rows,")[0].split()[-1])
+    assert 16 <= rows < FEW_ROWS
+    assert f"ready_hf: {rows} rows are few to learn from, so expect no speedup" in caplog.text
+
+    drafter = AutoModel.from_pretrained(out).eval()
+    prompts = [Prompt(text[:40]) for text in TEXTS[:3]]
+    found = evaluate(
+        trained_target(),
+        trained_tokenizer(),
+        {"new": drafter},
+        prompts,
+        max_new_tokens=12,
+        temperatures=(0,),
+        resamples=50,
+    )
+    assert found.is_identical
+    texts, plain = found.of(0, "new"), found.of(0, "plain")
+    assert texts
+    speed = found.speed(0, "new")[MACRO].value
+    ours, theirs = (sum(t.num_tokens for t in some) / sum(t.seconds for t in some) for some in (texts, plain))
+    assert speed == pytest.approx(ours / theirs)
+    assert found.accepted_length(0, "new")[MACRO].value < 1.5
+    assert f"| new | {found.accepted_length(0, 'new')[MACRO].text()} | {found.speed(0, 'new')[MACRO].text()} |" in (
+        found.to_markdown()
+    )
+    setting = found.setting
+    assert setting["date"] in (datetime.date.today().isoformat(), str(datetime.date.today() - datetime.timedelta(1)))
+    assert {"hardware", "dtype", "prompts", "torch"} <= set(setting)
+    assert "threads" in setting["hardware"]
