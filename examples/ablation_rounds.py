@@ -22,7 +22,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import ready_hf
 from ready_hf.features import FrozenTarget
-from ready_hf.intervals import bootstrap, ratio
+from ready_hf.intervals import Estimate, bootstrap, finite, ratio
 
 
 TARGET = pathlib.Path(__file__).with_name("research_target")
@@ -58,6 +58,11 @@ def expected_rounds(survived: torch.Tensor) -> float:
     return float(rounds[0])
 
 
+def numbers(estimate: Estimate) -> dict[str, float | None]:
+    """As JSON has them: a single row has no interval."""
+    return {name: finite(value) for name, value in vars(estimate).items()}
+
+
 def main() -> None:
     """One line per drafter, with intervals over the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -74,17 +79,24 @@ def main() -> None:
     check_least(args, {"rows": 1, "new": 2, "anchors": 1})
     found = torch.from_numpy(read_rows(args.text / f"{args.part}.npy"))
     rows = found[torch.linspace(0, len(found) - 1, min(args.rows, len(found))).round().long()].long().to(DEVICE)
+    if args.new >= rows.shape[1]:
+        raise SystemExit(f"--new {args.new} of rows of {rows.shape[1]} tokens leaves no prompt: give a smaller number")
+    if missing := [str(path) for path in args.drafters if not (path / "config.json").is_file()]:
+        raise SystemExit(f"no drafter in {', '.join(missing)}: name folders that ablate_reader.py --save wrote")
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).to(DEVICE).eval()
     ready_hf.ensure_patched(target)
     drafters = {
         path.name: AutoModel.from_pretrained(path, dtype=torch.float32).to(DEVICE).eval() for path in args.drafters
     }
     frozen = {name: FrozenTarget(target, drafter.config) for name, drafter in drafters.items()}
+    largest = max(drafter.config.block_size for drafter in drafters.values())
+    if args.new < largest + 2:
+        raise SystemExit(f"--new must be at least {largest + 2}, for a block of {largest}, got {args.new}")
     counts: dict[str, list[list[float]]] = {name: [] for name in drafters}
     started = time.perf_counter()
     for index, ids in enumerate(rows):
         for name, drafter in drafters.items():
-            anchors = torch.arange(len(ids) - args.new, len(ids) - drafter.config.block_size - 1, device=DEVICE)
+            anchors = torch.arange(len(ids) - args.new, len(ids) - largest - 1, device=DEVICE)
             parts = [survival(frozen[name], drafter, ids, part) for part in anchors.split(args.anchors)]
             counts[name].append([len(anchors), expected_rounds(torch.cat(parts))])
         if index in (0, 3) or (index + 1) % 16 == 0:
@@ -95,7 +107,11 @@ def main() -> None:
         reached = bootstrap(mine, tasks, ratio(0, 1), seed=0, resamples=2000)[args.part]
         both = [[*a, *b] for a, b in zip(mine, counts[first], strict=True)]
         gain = bootstrap(both, tasks, lambda x: x[..., 3] / x[..., 1] - 1, seed=0, resamples=2000)[args.part]
-        record[name] = {"tokens_per_forward": vars(reached), "gain": vars(gain), "rounds_by_row": [r for _, r in mine]}
+        record[name] = {
+            "tokens_per_forward": numbers(reached),
+            "gain": numbers(gain),
+            "rounds_by_row": [r for _, r in mine],
+        }
         print(f"{name:60} {reached.value:.3f} [{reached.low:.3f}, {reached.high:.3f}]", end="  ")
         print(f"{gain.value * 100:+.1f} % [{gain.low * 100:+.1f}, {gain.high * 100:+.1f}]", flush=True)
     args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
