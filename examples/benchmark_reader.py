@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from ablation_batches import warmed_up
 
 from ready_hf import ReadyDrafterConfig
 from ready_hf.state_reader import StateReader
@@ -70,12 +71,9 @@ def seconds(function: Callable[[], object], repeats: int, device: str) -> float:
 
 def graphed(function: Callable[[], object]) -> Callable[[], object]:
     """A CUDA graph of it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with warmed_up():
         for _ in range(3):
             function()
-    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
