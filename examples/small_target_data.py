@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 from typing import NamedTuple
 
@@ -72,6 +73,14 @@ def fetch(folder: pathlib.Path) -> None:
     """Let pip download the pinned files; it checks their hashes."""
     options = ["--no-deps", "--require-hashes", *WHEELS, "--dest", str(folder), "--requirement", str(CORPUS)]
     subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *options], check=True)
+
+
+def fetched_sources(wheels: pathlib.Path | None, most: int = MOST_OF_PACKAGE) -> list[Source]:
+    """Usable modules of all pinned packages: from a folder of their wheels, or fetched."""
+    with tempfile.TemporaryDirectory() as folder:
+        if wheels is None:
+            fetch(pathlib.Path(folder))
+        return read_sources(read_corpus(), wheels or pathlib.Path(folder), most)
 
 
 def usable(text: str) -> bool:

@@ -15,8 +15,6 @@ environment without flash-linear-attention: the backward pass is that of transfo
 
 import argparse
 import json
-import pathlib
-import tempfile
 import time
 from unittest import mock
 
@@ -25,8 +23,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from research_target_data import PARTS, write_data
-from small_target_data import fetch, read_corpus, read_sources, wrap
-from train_small_target import STARTED, read_tokens, train
+from small_target_data import fetched_sources, wrap
+from train_small_target import STARTED, make_parser, read_tokens, train, with_state
 from train_tiny_target import causal_conv, chunk_gated_delta_rule
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
@@ -197,24 +195,11 @@ def run_training(args: argparse.Namespace) -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    prepare, training = commands.add_parser("prepare"), commands.add_parser("train")
-    for command in (prepare, training):
-        command.add_argument("--data", type=pathlib.Path, required=True, help="folder of the token files")
-    prepare.add_argument(
-        "--wheels", type=pathlib.Path, help="folder of the pinned wheels; without it pip fetches them"
-    )
-    training.add_argument("--out", type=pathlib.Path, required=True, help="folder of the model")
-    training.add_argument("--resume", action="store_true", help="go on from OUT.state.pt")
+    parser, training = make_parser(__doc__, OPTIONS)
     training.add_argument("--rows", type=int, default=256, help="held-out rows for the losses by position")
-    for name, default in OPTIONS.items():
-        training.add_argument(f"--{name}", type=type(default), default=default)
-    args = parser.parse_args(arguments)
-    if args.command == "train":
-        args.state = args.out.with_name(args.out.name + ".state.pt")
-        if args.row % 64 or args.row < 4 * SHORT:
-            parser.error(f"--row must be a multiple of 64 (a chunk) and at least {4 * SHORT}, got {args.row}")
+    args = with_state(parser.parse_args(arguments))
+    if args.command == "train" and (args.row % 64 or args.row < 4 * SHORT):
+        parser.error(f"--row must be a multiple of 64 (a chunk) and at least {4 * SHORT}, got {args.row}")
     return args
 
 
@@ -224,11 +209,7 @@ def main() -> None:
     if args.command == "train":
         run_training(args)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        wheels = args.wheels or pathlib.Path(folder)
-        if args.wheels is None:
-            fetch(wheels)
-        manifest = write_data(read_sources(read_corpus(), wheels, MOST_OF_PACKAGE), args.data, VOCABULARY)
+    manifest = write_data(fetched_sources(args.wheels, MOST_OF_PACKAGE), args.data, VOCABULARY)
     for name in PARTS:
         print(name, {key: value for key, value in manifest[name].items() if key != "packages"})
 

@@ -17,7 +17,6 @@ import json
 import math
 import pathlib
 import shutil
-import tempfile
 import time
 from unittest import mock
 
@@ -26,7 +25,7 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
-from small_target_data import fetch, read_corpus, read_sources, wrap, write_data
+from small_target_data import fetched_sources, wrap, write_data
 from train_tiny_target import causal_conv, chunk_gated_delta_rule
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
@@ -284,9 +283,9 @@ def run_training(args: argparse.Namespace) -> None:
     print(json.dumps(record, indent=1), f"{time.perf_counter() - STARTED:.0f} s", flush=True)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def make_parser(doc: str, options: dict[str, float]) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """What training scripts of targets take, and the part of it that `train` takes."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     prepare, training = commands.add_parser("prepare"), commands.add_parser("train")
     for command in (prepare, training):
@@ -296,13 +295,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     training.add_argument("--out", type=pathlib.Path, required=True, help="folder of the model")
     training.add_argument("--resume", action="store_true", help="go on from OUT.state.pt")
-    training.add_argument("--prompts", type=int, default=32, help="held-out prompts for the loop rate")
-    for name, default in OPTIONS.items():
+    for name, default in options.items():
         training.add_argument(f"--{name}", type=type(default), default=default)
-    args = parser.parse_args(arguments)
+    return parser, training
+
+
+def with_state(args: argparse.Namespace) -> argparse.Namespace:
+    """The same, with the file that a training goes on from."""
     if args.command == "train":
         args.state = args.out.with_name(args.out.name + ".state.pt")
     return args
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser, training = make_parser(__doc__, OPTIONS)
+    training.add_argument("--prompts", type=int, default=32, help="held-out prompts for the loop rate")
+    args = parser.parse_args(arguments)
+    return with_state(args)
 
 
 def main() -> None:
@@ -311,11 +321,7 @@ def main() -> None:
     if args.command == "train":
         run_training(args)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        wheels = args.wheels or pathlib.Path(folder)
-        if args.wheels is None:
-            fetch(wheels)
-        manifest = write_data(read_sources(read_corpus(), wheels), args.data, VOCABULARY, PROMPTS)
+    manifest = write_data(fetched_sources(args.wheels), args.data, VOCABULARY, PROMPTS)
     for name in ("train", "held"):
         print(name, {key: value for key, value in manifest[name].items() if key != "packages"})
 

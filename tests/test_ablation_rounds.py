@@ -85,7 +85,7 @@ def test_survival_is_that_of_decoding(script, target):
         drafted = drafter.draft_logits(hidden, ids[None, anchor : anchor + 4], target.lm_head)[0][0].softmax(-1)
     labels = ids[anchor + 1 : anchor + 5, None]
     ratio = (drafted.gather(1, labels) / wanted.gather(1, labels)).clamp(max=1)[:, 0]
-    assert torch.allclose(got, ratio.cumprod(0), rtol=1e-3, atol=1e-7)
+    assert torch.allclose(got, ratio.cumprod(0), rtol=1e-4, atol=0)  # down to 1e-12; states a token late change 4e-3
     assert 0 < float(got[0]) < 1
 
 

@@ -156,7 +156,7 @@ def test_prepared_and_trained_it_loads(script, data, tmp_path, monkeypatch, caps
                 wheel.writestr(f"{name}/{topic}.py", module_text(f"{name}_{topic}"))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         packages.append(sys.modules["small_target_data"].Package(name, "1.0", digest, "MIT", name in HELD))
-    monkeypatch.setattr(script, "read_corpus", lambda: packages)
+    monkeypatch.setattr(sys.modules["small_target_data"], "read_corpus", lambda: packages)
     monkeypatch.setattr(script, "VOCABULARY", 300)
     monkeypatch.setattr(script, "LAYERS", script.LAYERS[:4])
     monkeypatch.setitem(script.SIZES, "num_hidden_layers", 4)

@@ -199,7 +199,7 @@ def test_recomputed_activations_change_no_gradient(tmp_path):
     assert all(layer.gradient_checkpointing for layer in trainer.model.layers)
     assert again == pytest.approx(loss, rel=1e-6)
     for name, value in plain.items():
-        assert torch.allclose(recomputed[name], value, atol=1e-7, rtol=1e-5), name
+        assert float((recomputed[name] - value).norm()) <= 1e-6 * float(value.norm()), name  # some are below 1e-4
 
 
 def test_bf16_computes_in_bfloat16_and_keeps_float32(tmp_path):

@@ -50,9 +50,8 @@ class ChunkScan(NamedTuple):
         chunk, taken = positions // chunk_size, (positions % chunk_size)[:, :, None, None]
         is_taken = torch.arange(chunk_size, device=positions.device) < taken
         picked = self.decay[rows, chunk].masked_fill(~is_taken, 0.0)  # [B, A, H, C]
-        since = (
-            picked.flip(-1).cumsum(-1).flip(-1)
-        )  # a token's own and all after it: sums, so that none is lost in one
+        # of a token and all after it: summed, because a difference of sums would lose digits to a strong decay
+        since = picked.flip(-1).cumsum(-1).flip(-1)
         weights = F.pad(since[..., 1:], (0, 1)).exp().masked_fill(~is_taken, 0.0)[..., None]
         keys = self.keys[rows, chunk].repeat_interleave(repeats, dim=2)
         starts = self.starts[rows, chunk].mul_(since[..., :1, None].exp())
