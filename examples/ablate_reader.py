@@ -2,9 +2,10 @@
 
     python examples/ablate_reader.py --data research_data --out screen.json
 
-Every arm (see ablation_arms.py) sees the same rows of corpus text, at random offsets, and the same random anchors in
-the same order, for the same number of steps of AdamW with a cosine. Afterwards all of them are measured on text that
-the target drew itself at temperature 1 (ablation_text.py), anchors spread over its last `--held-new` tokens:
+Every arm (see ablation_arms.py) sees the same rows of text (of a corpus, at random offsets; or written by the target,
+see on_policy_text.py) and the same random anchors in the same order, for the same number of steps of AdamW with a
+cosine. Afterwards all of them are measured on text that the target drew itself at temperature 1 (ablation_text.py),
+anchors spread over its last `--held-new` tokens:
 
     tau_of_samples   1 + mean of prod min(1, q / p) over the text's own tokens: what speculative sampling accepts
     tau              1 + product of 1 - TV, which is biased
@@ -27,12 +28,13 @@ import platform
 import shlex
 import sys
 import time
+from contextlib import nullcontext
 
 import torch
 import transformers
 from ablation_arms import ARMS, SCREEN, Arm, make_config, make_drafter
 from ablation_batches import Batches, usable_anchors, with_tensor_states
-from ablation_training import Training, measured
+from ablation_training import Training, compiled, measured
 from on_policy_text import check_least, make_folder, read_rows, read_tokens, target_vocabulary
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -106,6 +108,11 @@ def make_arms(target: PreTrainedModel, frozen: FrozenTarget, args: argparse.Name
     return made
 
 
+def planned_steps(per_step: float, done: int, args: argparse.Namespace) -> int:
+    """Steps that fit into the time, `done` of them taken."""
+    return done + int(min(args.seconds, args.limit - elapsed() - args.reserve) / per_step)
+
+
 def train(target: PreTrainedModel, frozen: FrozenTarget, tokens: torch.Tensor, args: argparse.Namespace) -> list:
     """All arms, step by step on the same batches."""
     shapes = {"batch_size": args.batch, "row": args.row, "num_anchors": args.anchors, "block_size": args.block}
@@ -114,8 +121,9 @@ def train(target: PreTrainedModel, frozen: FrozenTarget, tokens: torch.Tensor, a
     trainings = make_arms(target, frozen, args, args.steps or 1)
     if DEVICE == "cuda":
         pool = None
-        for training in trainings:
-            pool = training.capture(memory, pool)
+        with compiled() if args.compile else nullcontext():
+            for training in trainings:
+                pool = training.capture(memory, pool)
         print(
             f"{len(trainings)} graphs after {elapsed():.0f} s, {torch.cuda.max_memory_allocated() / 1e9:.0f} GB",
             flush=True,
@@ -134,7 +142,7 @@ def train(target: PreTrainedModel, frozen: FrozenTarget, tokens: torch.Tensor, a
                 start = time.perf_counter()
                 continue
             per_step = (time.perf_counter() - start) / (2 * measured_from)
-            steps = step + int(min(args.seconds, args.limit - elapsed() - args.reserve) / per_step)
+            steps = planned_steps(per_step, step, args)
             print(f"{per_step * 1e3:.0f} ms a step of {len(trainings)} arms: {steps} steps", flush=True)
         if step % args.report == 0:
             shown = " ".join(f"{training.loss.item():.4f}" for training in trainings)
@@ -162,7 +170,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", type=pathlib.Path, default=TARGET, help="folder of the target")
-    parser.add_argument("--data", type=pathlib.Path, required=True, help="folder of train.bin")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", type=pathlib.Path, help="folder of train.bin: rows at random offsets")
+    source.add_argument("--on-policy", type=pathlib.Path, help="folder that on_policy_text.py wrote: its rows")
     parser.add_argument(
         "--text", type=pathlib.Path, default=TARGET / "text", help="folder that ablation_text.py wrote"
     )
@@ -174,12 +184,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=540, help="everything ends within these seconds")
     parser.add_argument("--reserve", type=float, default=40, help="of these, for measuring")
     parser.add_argument("--steps", type=int, help="default: as many as fit")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--compile", action="store_true", help="on a GPU: steps with fewer, larger kernels")
     sizes = {
         "seed": 0,
-        "batch": 32,
+        "batch": 16,
         "row": 2048,
-        "anchors": 32,
+        "anchors": 64,
         "held": 128,
         "held_new": 512,
         "held_anchors": 96,
@@ -194,6 +205,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     least |= {"held": 2, "held_batch": 2, "row": 4 * args.block, "held_new": args.block + 2}
     check_least(args, least)
     return args
+
+
+def training_text(args: argparse.Namespace, size: int) -> torch.Tensor:
+    """One long text `[N]`, or rows `[N, T]`, whose length then is `args.row`; ids below `size`."""
+    if args.on_policy is None:
+        return read_tokens(args.data / "train.bin", size, args.row)
+    files = sorted(args.on_policy.glob("train-*.npy"))
+    if not files:
+        raise SystemExit(f"{args.on_policy} has no train-*.npy: on_policy_text.py writes them")
+    parts = [torch.from_numpy(read_rows(path)) for path in files]
+    if len({part.shape[1] for part in parts}) > 1:
+        raise SystemExit(f"rows in {args.on_policy} have several lengths: write all files with one --row")
+    rows = torch.cat(parts)
+    if int(rows.max()) >= size:
+        raise SystemExit(f"{args.on_policy} was written by another target: this one knows ids up to {size - 1}")
+    args.row = rows.shape[1]
+    return rows.long()
 
 
 def held_rows(args: argparse.Namespace) -> torch.Tensor:
@@ -232,7 +260,7 @@ def main() -> None:
     """Train, measure, write."""
     args = parse()
     size = target_vocabulary(str(args.target))
-    tokens = read_tokens(args.data / "train.bin", size, args.row)
+    tokens = training_text(args, size)
     rows = held_rows(args)
     make_places(args)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32

@@ -84,10 +84,16 @@ COMBINED = [  # of what helped alone
     LARGEST,
     Arm("dspark, as large as the largest", reader=False, as_large_as=LARGEST),
 ]
+GATE = {"gate_inputs": BOTH}
+LOW = {"gate_rank": 32, "output_rank": 128}
+FOUR = {**LAYERS, **GATE, **LOW, "num_queries": 4}
 LARGE_TARGETS = [  # the best with maps that stay small where hundreds of heads are read
     Arm("dspark, as large as the best", reader=False, as_large_as=BEST),
-    _reader("best, low rank", **LAYERS, gate_inputs=BOTH, gate_rank=32, output_rank=64),
-    _reader("best, low rank, at the input", **SIMPLE, gate_inputs=BOTH, gate_rank=32, output_rank=64),
+    _reader("best, low rank", **LAYERS, **GATE, **LOW),
+    _reader("best, low rank, at the input", **SIMPLE, **GATE, **LOW),
+    _reader("best, 4 queries", **LAYERS, **GATE, num_queries=4),
+    _reader("best, 4 queries, low rank", **FOUR),
+    replace(_reader("best, 4 queries, low rank, lr x 2", **FOUR), lr=2.0),
 ]
 PLAIN = [  # is plain DSpark treated fairly?
     Arm("dspark, lr x 0.5", reader=False, lr=0.5),

@@ -10,14 +10,14 @@ from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors, legal
 
 
 class Batches:
-    """Rows of a token file at random offsets with random anchors, as what a drafter learns from.
+    """Rows of a text, at random offsets, or of several, with random anchors, as what a drafter learns from.
 
     Every batch lies in the memory of the first one, so that drafters can be captured as CUDA graphs. The target's
     forward is a graph too, if it can be.
 
     Args:
         frozen (`FrozenTarget`): With the layers that any of the drafters reads.
-        tokens (`torch.LongTensor`): Text.
+        tokens (`torch.LongTensor`): Text `[N]`, or rows `[N, row]`.
         block_size, batch_size, row, num_anchors (`int`): Shapes.
         seed (`int`): Of offsets and anchors.
     """
@@ -55,12 +55,16 @@ class Batches:
     def _draw(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids `[B, T]` and anchors `[B, A]`, on the CPU."""
         size, row = self.shape
-        offsets = torch.randint(len(self.tokens) - row, (size, 1), generator=self.generator)
+        if self.tokens.dim() == 2:
+            ids = self.tokens[torch.randint(len(self.tokens), (size,), generator=self.generator)]
+        else:
+            offsets = torch.randint(len(self.tokens) - row, (size, 1), generator=self.generator)
+            ids = self.tokens[offsets + torch.arange(row)]
         legal = usable_anchors(torch.ones(size, row, dtype=torch.long), self.block_size)
         positions, mask = choose_anchors(legal, self.num_anchors, self.generator)
         if not bool(mask.all()):
             raise SystemExit(f"rows of {row} tokens have no {self.num_anchors} places for blocks of {self.block_size}")
-        return self.tokens[offsets + torch.arange(row)], positions
+        return ids, positions
 
     def _computed(self) -> DraftingBatch:
         return with_tensor_states(self.frozen.batch(*self.inputs, check=False))

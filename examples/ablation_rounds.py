@@ -18,10 +18,10 @@ import time
 
 import torch
 from on_policy_text import check_least, read_rows
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import ready_hf
-from ready_hf.features import FrozenTarget
+from ready_hf.features import DraftingBatch, FrozenTarget
 from ready_hf.intervals import Estimate, bootstrap, finite, ratio
 
 
@@ -30,9 +30,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @torch.no_grad()
-def survival(frozen: FrozenTarget, drafter: torch.nn.Module, ids: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-    """Probabilities `[A, G]` that drafts 1 to k are accepted at `anchors` `[A]` of a row `[T]`."""
-    batch = frozen.batch(ids[None], anchors[None])
+def survival(frozen: FrozenTarget, drafter: torch.nn.Module, batch: DraftingBatch) -> torch.Tensor:
+    """Probabilities `[B, A, G]` that the text's own tokens are accepted as drafts 1 to k at the anchors of a batch."""
     outputs = drafter(
         noise_embeds=batch.noise_embeds.to(drafter.dtype),
         context_hidden_states=batch.context_hidden_states.to(drafter.dtype),
@@ -43,8 +42,25 @@ def survival(frozen: FrozenTarget, drafter: torch.nn.Module, ids: torch.Tensor, 
     hidden_states = outputs.last_hidden_state.unflatten(1, batch.labels.shape[1:])
     drafted, _ = drafter.draft_logits(hidden_states, batch.previous_ids, frozen.head)
     wanted = frozen.logits(batch.target_hidden_states)
-    of_label = [x.log_softmax(-1).gather(-1, batch.labels[..., None])[0, ..., 0] for x in (drafted, wanted)]
+    of_label = [x.log_softmax(-1).gather(-1, batch.labels[..., None])[..., 0] for x in (drafted, wanted)]
     return (of_label[0] - of_label[1]).clamp(max=0).exp().cumprod(-1)
+
+
+def shared_targets(target: PreTrainedModel, drafters: dict[str, torch.nn.Module]) -> list[tuple[FrozenTarget, list]]:
+    """Drafters that can be served by the same forward of the target, with the target as they need it."""
+    groups: dict[tuple, list[str]] = {}
+    for name, drafter in drafters.items():
+        config = drafter.config
+        key = (config.block_size, config.mask_token_id, tuple(config.target_layer_ids))
+        groups.setdefault(key, []).append(name)
+    found = []
+    for names in groups.values():
+        configs = [drafters[name].config for name in names]
+        read = {tuple(config.state_layer_ids) for config in configs if config.has_reader}
+        if len(read) > 1:
+            raise SystemExit(f"{', '.join(names)} read states of different layers: measure them one at a time")
+        found.append((FrozenTarget(target, next((c for c in configs if c.has_reader), configs[0])), names))
+    return found
 
 
 def expected_rounds(survived: torch.Tensor) -> float:
@@ -73,10 +89,10 @@ def main() -> None:
     )
     parser.add_argument("--part", choices=["validation", "test"], default="validation")
     parser.add_argument("--json", type=pathlib.Path, required=True)
-    for name, default in {"rows": 128, "new": 512, "anchors": 128}.items():
+    for name, default in {"rows": 128, "new": 512, "anchors": 128, "batch": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    check_least(args, {"rows": 1, "new": 2, "anchors": 1})
+    check_least(args, {"rows": 1, "new": 2, "anchors": 1, "batch": 1})
     found = torch.from_numpy(read_rows(args.text / f"{args.part}.npy"))
     rows = found[torch.linspace(0, len(found) - 1, min(args.rows, len(found))).round().long()].long().to(DEVICE)
     if args.new >= rows.shape[1]:
@@ -88,19 +104,27 @@ def main() -> None:
     drafters = {
         path.name: AutoModel.from_pretrained(path, dtype=torch.float32).to(DEVICE).eval() for path in args.drafters
     }
-    frozen = {name: FrozenTarget(target, drafter.config) for name, drafter in drafters.items()}
     largest = max(drafter.config.block_size for drafter in drafters.values())
     if args.new < largest + 2:
         raise SystemExit(f"--new must be at least {largest + 2}, for a block of {largest}, got {args.new}")
+    groups = shared_targets(target, drafters)
     counts: dict[str, list[list[float]]] = {name: [] for name in drafters}
     started = time.perf_counter()
-    for index, ids in enumerate(rows):
-        for name, drafter in drafters.items():
-            anchors = torch.arange(len(ids) - args.new, len(ids) - largest - 1, device=DEVICE)
-            parts = [survival(frozen[name], drafter, ids, part) for part in anchors.split(args.anchors)]
-            counts[name].append([len(anchors), expected_rounds(torch.cat(parts))])
-        if index in (0, 3) or (index + 1) % 16 == 0:
-            print(f"{index + 1} of {len(rows)} rows, {time.perf_counter() - started:.0f} s", flush=True)
+    for ids in rows.split(args.batch):
+        anchors = torch.arange(ids.shape[1] - args.new, ids.shape[1] - largest - 1, device=DEVICE)
+        for frozen, names in groups:
+            parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+            for part in anchors.split(args.anchors):
+                with torch.no_grad():
+                    batch = frozen.batch(ids, part.expand(len(ids), -1))
+                for name in names:
+                    parts[name].append(survival(frozen, drafters[name], batch))
+            for name in names:
+                for survived in torch.cat(parts[name], dim=1):
+                    counts[name].append([len(anchors), expected_rounds(survived)])
+        done = len(counts[next(iter(counts))])
+        if done == args.batch or done % 16 < args.batch:
+            print(f"{done} of {len(rows)} rows, {time.perf_counter() - started:.0f} s", flush=True)
     first, tasks = next(iter(counts)), [args.part] * len(rows)
     record = {}
     for name, mine in counts.items():

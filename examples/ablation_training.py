@@ -2,19 +2,36 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from ablation_arms import Arm
 from ablation_batches import warmed_up
 
 from ready_hf import ReadyDrafterModel
+from ready_hf.backbone import DrafterLayer
 from ready_hf.features import DraftingBatch, FrozenTarget
 from ready_hf.losses import DraftingLoss, LossSums
+from ready_hf.state_reader import StateReader
 from ready_hf.training import drafting_sums
 
 
 WARMUP, BETAS, WEIGHT_DECAY, CLIP = 100, (0.9, 0.95), 0.01, 1.0
 LOSS = DraftingLoss(max_logits=2**28)  # in one chunk: a graph cannot recompute
+
+
+@contextmanager
+def compiled() -> Iterator[None]:
+    """Layers, loss and reader compiled, once for all arms that are captured meanwhile."""
+    with (
+        mock.patch.object(torch._dynamo.config, "recompile_limit", 64),
+        mock.patch.object(DrafterLayer, "forward", torch.compile(DrafterLayer.forward, dynamic=False)),
+        mock.patch.object(DraftingLoss, "_chunk", torch.compile(DraftingLoss._chunk, dynamic=False)),
+        mock.patch.object(StateReader, "forward", torch.compile(StateReader.forward, dynamic=False)),
+    ):
+        yield
 
 
 def seen_by(arm: Arm, batch: DraftingBatch) -> DraftingBatch:

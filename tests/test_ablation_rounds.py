@@ -72,14 +72,15 @@ def test_survival_is_that_of_decoding(script, target):
     """Ratios of what the drafter would draw from in `generate` and of the target's own distribution."""
     drafter, ids = new_drafter(target), torch.from_numpy(np.load(TARGET / "text" / "validation.npy")[0, :80]).long()
     anchor = 60
-    got = script.survival(FrozenTarget(target, drafter.config), drafter, ids, torch.tensor([anchor]))[0]
+    frozen = FrozenTarget(target, drafter.config)
     with torch.no_grad():
+        batch = frozen.batch(ids[None], torch.tensor([[anchor]]))
+        got = script.survival(frozen, drafter, batch)[0, 0]
         wanted = target(ids[None]).logits[0, anchor : anchor + 4].softmax(-1)
-        frozen = FrozenTarget(target, drafter.config).batch(ids[None], torch.tensor([[anchor]]))
         hidden = drafter(
-            frozen.noise_embeds,
-            frozen.context_hidden_states[:, :anchor],
-            states=frozen.states.stack(),
+            batch.noise_embeds,
+            batch.context_hidden_states[:, :anchor],
+            states=batch.states.stack(),
             use_cache=False,
         ).last_hidden_state
         drafted = drafter.draft_logits(hidden, ids[None, anchor : anchor + 4], target.lm_head)[0][0].softmax(-1)

@@ -28,10 +28,10 @@ class ChunkScan(NamedTuple):
     """What is kept of one layer of the gated delta rule, all in float32.
 
     Args:
-        starts (`torch.Tensor` of shape `[B, n, H, K, V]`): States before each chunk.
-        keys (`torch.Tensor` of shape `[B, n, H_k, C, K]`): Keys.
-        writes (`torch.Tensor` of shape `[B, n, H, C, V]`): Values that are written along the keys.
-        decay (`torch.Tensor` of shape `[B, n, H, C]`): Log decay of each token, minus infinity included.
+        starts (`torch.Tensor` of shape `[n, B, H, K, V]`): States before each chunk.
+        keys (`torch.Tensor` of shape `[n, B, H_k, C, K]`): Keys.
+        writes (`torch.Tensor` of shape `[n, B, H, C, V]`): Values that are written along the keys.
+        decay (`torch.Tensor` of shape `[n, B, H, C]`): Log decay of each token, minus infinity included.
     """
 
     starts: torch.Tensor
@@ -49,13 +49,13 @@ class ChunkScan(NamedTuple):
         rows = torch.arange(len(positions), device=positions.device)[:, None]
         chunk, taken = positions // chunk_size, (positions % chunk_size)[:, :, None, None]
         is_taken = torch.arange(chunk_size, device=positions.device) < taken
-        picked = self.decay[rows, chunk].masked_fill(~is_taken, 0.0)  # [B, A, H, C]
+        picked = self.decay[chunk, rows].masked_fill(~is_taken, 0.0)  # [B, A, H, C]
         # of a token and all after it: summed, because a difference of sums would lose digits to a strong decay
         since = picked.flip(-1).cumsum(-1).flip(-1)
         weights = F.pad(since[..., 1:], (0, 1)).exp().masked_fill(~is_taken, 0.0)[..., None]
-        keys = self.keys[rows, chunk].repeat_interleave(repeats, dim=2)
-        starts = self.starts[rows, chunk].mul_(since[..., :1, None].exp())
-        return starts, keys, self.writes[rows, chunk], weights
+        keys = self.keys[chunk, rows].repeat_interleave(repeats, dim=2)
+        starts = self.starts[chunk, rows].mul_(since[..., :1, None].exp())
+        return starts, keys, self.writes[chunk, rows], weights
 
     def states(self, positions: torch.Tensor) -> torch.Tensor:
         """States `[B, A, H, K, V]` after `positions` `[B, A]` tokens."""

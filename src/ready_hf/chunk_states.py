@@ -93,36 +93,37 @@ def gated_delta_scan(
         key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
     pad = -length % chunk_size + chunk_size * (length % chunk_size == 0)  # a state after all tokens needs a chunk too
 
-    def chunks(x: torch.Tensor) -> torch.Tensor:  # [B, T, H, D] to [B, n, H, C, D]
+    def chunks(x: torch.Tensor) -> torch.Tensor:  # [B, T, H, D] to [n, B, H, C, D]: the scan goes through memory
         padded = F.pad(x.float(), (0, 0, 0, 0, 0, pad))
-        return padded.unflatten(1, (-1, chunk_size)).transpose(2, 3)
+        return padded.unflatten(1, (-1, chunk_size)).permute(1, 0, 3, 2, 4).contiguous()
 
     keys, v, b = chunks(key), chunks(value), chunks(beta[..., None])
     k = keys.repeat_interleave(num_heads // keys.shape[2], dim=2)
     decay = chunks(g[..., None]).squeeze(-1)
-    decays = interval_decays(decay)  # [B, n, H, C, 1 + C]
+    decays = interval_decays(decay)  # [n, B, H, C, 1 + C]
     from_start, between = decays[..., :1], decays[..., 1:]
-    system = ((b * k) @ k.transpose(-1, -2) * between).tril(-1) + torch.eye(chunk_size, device=k.device)
+    system = (b * k) @ k.transpose(-1, -2) * between  # diagonal and what is above it are not looked at
     right = torch.cat([b * v, b * k * from_start], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    u, w = solved.split([size_v, k.shape[-1]], dim=-1)
-    to_end = (k * between[..., -1, :, None]).transpose(-1, -2)
-    whole = from_start[..., -1:, :]
+    u, w = (x.flatten(1, 2) for x in solved.split([size_v, k.shape[-1]], dim=-1))
+    to_end = (k * between[..., -1, :, None]).transpose(-1, -2).flatten(1, 2)
+    whole = from_start[..., -1, :, None].flatten(1, 2)  # [n, B * H, 1, 1]
 
     starts = k.new_zeros(*k.shape[:3], k.shape[-1], size_v)
-    writes = torch.empty_like(v, memory_format=torch.contiguous_format)
+    writes = torch.empty_like(v)
     if initial_state is not None:
-        starts[:, 0] = initial_state
-    for i in range(k.shape[1]):
-        writes[:, i] = u[:, i] - w[:, i] @ starts[:, i]
-        if i + 1 < k.shape[1]:
-            starts[:, i + 1] = starts[:, i] * whole[:, i] + to_end[:, i] @ writes[:, i]
+        starts[0] = initial_state
+    before, written = starts.flatten(1, 2), writes.flatten(1, 2)
+    for i in range(len(k)):
+        torch.baddbmm(u[i], w[i], before[i], alpha=-1, out=written[i])
+        if i + 1 < len(k):
+            torch.baddbmm(before[i] * whole[i], to_end[i], written[i], out=before[i + 1])
     return ChunkScan(starts, keys, writes, decay)
 
 
 def _kept(scan: ChunkScan, positions: torch.Tensor) -> ChunkScan | torch.Tensor:
     """The scan, or with few anchors their states `[B, A, H, K, V]`, whichever is smaller."""
-    states = scan.starts[:, :1].nbytes * positions.shape[1]
+    states = scan.starts[:1].nbytes * positions.shape[1]
     return scan.states(positions) if states <= sum(x.nbytes for x in scan) else scan
 
 
