@@ -37,11 +37,15 @@ class Arm:
     next_feature: bool = False
 
 
+# What an arm's reader is unless its name says otherwise: the first default of the package, not today's.
+FIRST = {"projection": "full", "rank": 64, "injection": "input", "gate": False, "gate_inputs": ["anchor"]}
+
+
 def _reader(name: str, reader_lr: float = 1.0, stages: tuple[float, float] = (0.0, 0.0), **options: Any) -> Arm:
-    return Arm(name, {f"reader_{key}": value for key, value in options.items()}, reader_lr=reader_lr, stages=stages)
+    fields = {f"reader_{key}": value for key, value in (FIRST | options).items()}
+    return Arm(name, fields, reader_lr=reader_lr, stages=stages)
 
 
-WHOLE = {"sliding_window": None}
 SLOT = ["anchor", "context", "slot"]
 READY = _reader("conditioned")
 SCREEN = [
@@ -106,8 +110,24 @@ CEILING = [
     Arm("dspark with the next feature", reader=False, next_feature=True),
 ]
 FULL = ", full attention"  # after a name: drafter layers see the whole context, whatever `--window` says
+VARIED: dict[str, dict[str, Any]] = {  # after a name too
+    FULL: {"sliding_window": None},
+    ", window 128": {"sliding_window": 128},
+    ", 1 layer": {"num_hidden_layers": 1},
+    ", 5 layers": {"num_hidden_layers": 5},
+}
+
+
+def varied(arm: Arm, suffix: str) -> Arm:
+    """The arm with other options, and what it is as large as with the same ones."""
+    larger = None if arm.as_large_as is None else varied(arm.as_large_as, suffix)
+    return replace(arm, name=arm.name + suffix, options=arm.options | VARIED[suffix], as_large_as=larger)
+
+
 ARMS = {arm.name: arm for arm in [*SCREEN, *COMBINED, *LARGE_TARGETS, *PLAIN, *CEILING]}
-ARMS |= {name + FULL: replace(arm, name=name + FULL, options=arm.options | WHOLE) for name, arm in ARMS.items()}
+ARMS |= {name + FULL: varied(arm, FULL) for name, arm in ARMS.items()}
+COMPARED = [ARMS[name] for name in ("dspark", "dspark, as large as the best", BEST.name)]
+ARMS |= {arm.name + suffix: varied(arm, suffix) for arm in COMPARED for suffix in VARIED}
 
 
 def make_config(target: PreTrainedModel, arm: Arm, args: argparse.Namespace, **options: Any) -> ReadyDrafterConfig:

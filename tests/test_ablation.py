@@ -106,18 +106,20 @@ def test_as_large_is_as_large_to_a_channel(scripts, target, options):
     compared = [arm for arm in arms.ARMS.values() if arm.as_large_as is not None]
     assert len(compared) >= 3
     for arm in compared:
-        sizes = [arms.make_drafter(target, a, args).num_parameters() for a in (arm, arm.as_large_as)]
-        channel = 3 * target.config.hidden_size * args.layers  # of the MLP of every layer
-        assert abs(sizes[0] - sizes[1]) <= channel / 2, arm.name
+        pair = [arms.make_drafter(target, a, args) for a in (arm, arm.as_large_as)]
+        layers = pair[1].config.num_hidden_layers
+        assert layers == pair[0].config.num_hidden_layers
+        assert layers == {"1 layer": 1, "5 layers": 5}.get(arm.name.rpartition(", ")[2], args.layers)
+        channel = 3 * target.config.hidden_size * layers  # of the MLP of every layer
+        assert abs(pair[0].num_parameters() - pair[1].num_parameters()) <= channel / 2, arm.name
 
 
 def test_every_arm_can_be_made(scripts, target, options):
+    windows = {"full attention": None, "window 128": 128, "window 1024": 1024}  # by the end of a name
     for arm in scripts.ablation_arms.ARMS.values():
         config = scripts.ablation_arms.make_config(target, arm, options("--window", "64"))
         assert config.has_reader == arm.reader
-        assert config.sliding_window == (
-            None if arm.name.endswith("full attention") else 1024 if "1024" in arm.name else 64
-        )
+        assert config.sliding_window == windows.get(arm.name.rpartition(", ")[2], 64)
 
 
 def test_rates_by_stage(scripts, frozen, target, options, batches):

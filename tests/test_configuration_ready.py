@@ -56,7 +56,7 @@ WRONG_CONFIGS = [
     ({"reader_query_act": "bump"}, "`reader_query_act` must be an activation .* got 'bump'"),
     ({"reader_query_act": "silu", "reader_query_rank": None}, "got 'silu' and rank None"),
     ({"reader_conditioning": ["anchor", "moon"]}, r"out of \['anchor', 'context', 'slot'\], got \['anchor', 'moon'\]"),
-    ({"reader_conditioning": ["slot"]}, '`reader_injection` must be "head", or "last" .* got \'input\' and 2 layers'),
+    ({"reader_conditioning": ["slot"]}, '`reader_injection` must be "head", or "last" .* got \'layers\' and 2 layers'),
     (
         {"reader_conditioning": ["slot"], "reader_injection": "last", "num_hidden_layers": 1},
         "hidden states that know their slot: .*; got 'last' and 1 layers",

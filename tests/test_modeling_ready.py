@@ -319,8 +319,10 @@ def test_a_read_is_the_state_transposed_times_the_query():
 
 @pytest.mark.parametrize("projection", ["full", "bilinear"])
 def test_several_queries_are_as_many_readers_whose_maps_are_added(projection):
-    both = new_drafter(reader_num_queries=2, reader_projection=projection, reader_conditioning=[]).reader
-    ones = [new_drafter(reader_projection=projection, reader_conditioning=[]).reader for _ in range(2)]
+    options = {"reader_projection": projection, "reader_conditioning": [], "reader_gate": False}
+    options["reader_injection"] = "input"
+    both = new_drafter(reader_num_queries=2, **options).reader
+    ones = [new_drafter(**options).reader for _ in range(2)]
     heads, inputs = 2, new_inputs(new_drafter())
     both.up_proj.weight.data.copy_(normal(*both.up_proj.weight.shape, seed=5))
     for i, one in enumerate(ones):

@@ -24,6 +24,7 @@ from ready_hf.target_shape import TargetShape, special_token_ids, target_shape
 logger = logging.getLogger(__name__)
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 2, 31
+LARGEST_BILINEAR_RANK = 8
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -72,7 +73,8 @@ class ReadyDrafterConfig(PreTrainedConfig):
         state_shape (`list[int]`, *optional*): `[H, K, V]` of one state.
         reader_projection (`"full"` or `"bilinear"`): `full`: all reads of a slot through one map of rank
             `reader_rank`; `bilinear`: every head's read to `reader_rank` numbers.
-        reader_rank (`int`): See `reader_projection`.
+        reader_rank (`int`): See `reader_projection`. `for_target` chooses one for bilinear maps: as many numbers in all
+            as the hidden size has channels, at least 1 and at most 8 per head.
         reader_conditioning (`list[str]`): What is added to the learned query of a slot: terms from `"anchor"`
             (embedding of the anchor), `"context"` (the last context feature), `"slot"` (the slot's hidden state where
             reads are added), any of them or none.
@@ -129,15 +131,15 @@ class ReadyDrafterConfig(PreTrainedConfig):
 
     state_layer_ids: list[int] | None = None
     state_shape: list[int] | None = None
-    reader_projection: Literal["full", "bilinear"] = "full"
-    reader_rank: int = 64
+    reader_projection: Literal["full", "bilinear"] = "bilinear"
+    reader_rank: int = 8
     reader_conditioning: list[str] | None = None
     reader_query_rank: int | None = 32
     reader_query_act: str | None = None
     reader_num_queries: int = 1
-    reader_injection: Literal["input", "layers", "last", "head"] = "input"
+    reader_injection: Literal["input", "layers", "last", "head"] = "layers"
     reader_normalization: Literal["read", "state", "none"] = "read"
-    reader_gate: bool = False
+    reader_gate: bool = True
     reader_gate_inputs: list[str] | None = None
     reader_gate_rank: int | None = None
     reader_output_rank: int | None = None
@@ -159,7 +161,7 @@ class ReadyDrafterConfig(PreTrainedConfig):
         if self.reader_conditioning is None:
             self.reader_conditioning = ["anchor", "context"]
         if self.reader_gate_inputs is None:
-            self.reader_gate_inputs = ["anchor"]
+            self.reader_gate_inputs = ["anchor", "context"]
         super().__post_init__(**kwargs)
 
     @property
@@ -318,7 +320,9 @@ class ReadyDrafterConfig(PreTrainedConfig):
         special = special_token_ids(config)
         derived = _derived_sizes(shape) | special
         if reader and options.get("state_layer_ids", ()) is not None:
-            derived |= _derived_reader(shape, options.get("state_layer_ids"))
+            derived |= _derived_reader(
+                shape, options.get("state_layer_ids"), options.get("reader_projection", "bilinear")
+            )
         if mask_token_id is None:
             sources = (getattr(target, "generation_config", None), tokenizer)
             used = [*special.values(), *(getattr(source, name, None) for source in sources for name in special)]
@@ -407,7 +411,7 @@ def _derived_sizes(shape: TargetShape) -> dict[str, Any]:
     }
 
 
-def _derived_reader(shape: TargetShape, chosen: list[int] | None) -> dict[str, Any]:
+def _derived_reader(shape: TargetShape, chosen: list[int] | None, projection: str) -> dict[str, Any]:
     if not shape.state_layer_ids:
         raise UnsupportedTargetError(
             f"{shape.name} keeps no recurrent state, so there is nothing for a reader to read. Make the drafter with "
@@ -416,7 +420,12 @@ def _derived_reader(shape: TargetShape, chosen: list[int] | None) -> dict[str, A
     found = dict(zip(shape.state_layer_ids, shape.state_shapes, strict=True))
     ids = list(shape.state_layer_ids if chosen is None else chosen)
     shapes = {found[i] for i in ids if i in found}
-    return {"state_layer_ids": ids, "state_shape": list(min(shapes)) if shapes else [1, 1, 1]}
+    state_shape = list(min(shapes)) if shapes else [1, 1, 1]
+    found_sizes: dict[str, Any] = {"state_layer_ids": ids, "state_shape": state_shape}
+    if projection == "bilinear":  # a gate and an output of thousands of heads would be larger than the drafter
+        num_heads = max(1, len(ids) * state_shape[0])
+        found_sizes["reader_rank"] = min(LARGEST_BILINEAR_RANK, math.ceil(shape.hidden_size / num_heads))
+    return found_sizes
 
 
 def _check_layer_ids(name: str, ids: list[int] | None, num_layers: int) -> None:
