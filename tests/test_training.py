@@ -191,13 +191,19 @@ def test_a_checkpoint_holds_the_drafter_alone(tmp_path):
     }
 
 
-def test_several_gpus_in_one_process_are_refused(tmp_path):
+def test_several_gpus_in_one_process_are_refused_unless_the_target_is_spread(tmp_path):
     target = tiny_target("qwen3_5")
     arguments = ReadyTrainingArguments(str(tmp_path), use_cpu=True)
     arguments._setup_devices  # noqa: B018 - sets the number of GPUs, which the next line changes
     arguments._n_gpu = 2
     with pytest.raises(ValueError, match=r"2 GPUs in one process.*torchrun"):
         ReadyTrainer(drafter_for(target), arguments, target=target)
+    target = copy.deepcopy(target)
+    target.hf_device_map = {"": 0}
+    with pytest.raises(ValueError, match=r"2 GPUs in one process.*torchrun"):
+        ReadyTrainer(drafter_for(target), arguments, target=target)
+    target.hf_device_map = {"model": 0, "lm_head": 1}
+    assert ReadyTrainer(drafter_for(target), arguments, target=target).args.n_gpu == 1  # no nn.DataParallel
 
 
 def test_a_drafter_for_another_target_is_refused(tmp_path):

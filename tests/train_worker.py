@@ -4,6 +4,7 @@ Every process trains the same small drafter on uneven rows; what it was given is
 process found (losses, evaluations, gradients, weights) goes into one file.
 """
 
+import copy
 import json
 import math
 import os
@@ -23,8 +24,8 @@ from support import drafter_for, random_prompt, tiny_target
 
 
 def whole(tensor):
-    """What all processes together hold, in each of them."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """A copy on the CPU of what all processes together hold, in each of them."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
 def uneven_rows(count):
@@ -42,7 +43,7 @@ class Gradients(TrainerCallback):
         self.found = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.found.append({name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None})
+        self.found.append({name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None})
 
 
 class PerProcess(ReadyTrainer):
@@ -74,9 +75,10 @@ class SpoilOneShard(TrainerCallback):
             getattr(gradient, "_local_tensor", gradient).fill_(math.nan)
 
 
-def train(folder, rows=12, held_out=5, fault=False, spoil=False, resume=None, **options):
-    """One training, and what came out of it."""
-    target, gradients = tiny_target("qwen3_5"), Gradients()
+def train(folder, rows=12, held_out=5, fault=False, spoil=False, resume=None, target=None, **options):
+    """One training, and what came out of it; on a GPU with `use_cpu=False`."""
+    target = copy.deepcopy(tiny_target("qwen3_5")) if target is None else target  # it is moved, and others share it
+    gradients = Gradients()
     defaults = {
         "max_steps": 3,
         "learning_rate": 1e-2,
@@ -90,9 +92,12 @@ def train(folder, rows=12, held_out=5, fault=False, spoil=False, resume=None, **
         "dataloader_pin_memory": False,
     }
     kind = PerProcess if fault else Sharded if options.get("fsdp") else ReadyTrainer
+    arguments = ReadyTrainingArguments(str(folder), **defaults | options)
+    if arguments.n_gpu > 1 and not hasattr(target, "hf_device_map"):
+        arguments._n_gpu = 1  # the one process that others are compared with, where several GPUs are visible
     trainer = kind(
         drafter_for(target),
-        ReadyTrainingArguments(str(folder), **defaults | options),
+        arguments,
         target=target,
         train_dataset=uneven_rows(rows),
         eval_dataset=uneven_rows(held_out),
@@ -105,12 +110,13 @@ def train(folder, rows=12, held_out=5, fault=False, spoil=False, resume=None, **
     trainer.save_model()
     return {
         "world": trainer.args.world_size,
+        "device": str(trainer.args.device),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "metrics": trainer.evaluate(),
         "gradients": gradients.found,
         "sharded": any(isinstance(p, DTensor) for p in trainer.model.parameters()),
         "skipped": trainer.num_skipped_steps,
-        "weights": {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()},
+        "weights": {name: whole(p) for name, p in trainer.model.named_parameters()},
     }
 
 

@@ -86,11 +86,16 @@ class FrozenTarget:
         config (`ReadyDrafterConfig`): Of the drafter to be trained.
 
     Raises:
-        ValueError: the drafter's configuration does not fit this target.
+        ValueError: the drafter's configuration does not fit this target, or the target's output head is offloaded.
     """
 
     def __init__(self, target: PreTrainedModel, config: ReadyDrafterConfig):
         config.check_target(target)
+        if any(parameter.is_meta for parameter in target.get_output_embeddings().parameters()):
+            raise ValueError(
+                "the `device_map` left the target's output head without a device of its own (`cpu` beside GPUs, or "
+                "`disk`), and the drafter's gradients go through it: place it, mostly `lm_head`, on a GPU"
+            )
         self.target, self.config = target, config
         by_index = {layer.layer_idx: layer for layer in recurrent_layers(target)}
         self._state_layers = [by_index[i] for i in config.state_layer_ids or ()]

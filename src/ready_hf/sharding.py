@@ -1,4 +1,4 @@
-"""What a drafter's training needs where its parameters are sharded over processes.
+"""What a drafter's training needs where its parameters are sharded over processes, or its target over devices.
 
 The loss calls the drafter's heads outside of its forward. With FSDP 2 they belong to the root, whose parameters stay
 whole from the forward to the end of the backward, so that this works; other ways of sharding give them back before.
@@ -34,6 +34,15 @@ def check_sharding(state: Any) -> None:
             "DeepSpeed ZeRO-3 frees the weights of a drafter's heads before the loss needs them: take a lower stage, "
             "FSDP 2 (examples/accelerate/fsdp.yaml), or one whole drafter per GPU (examples/accelerate/one_node.yaml)"
         )
+
+
+def is_spread(target: PreTrainedModel) -> bool:
+    """Whether a `device_map` has put the layers of `target` on more than one device.
+
+    Args:
+        target (`PreTrainedModel`): Any model.
+    """
+    return len(set((getattr(target, "hf_device_map", None) or {}).values())) > 1
 
 
 def hide_missing_embeddings(drafter: PreTrainedModel) -> None:

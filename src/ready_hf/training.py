@@ -28,7 +28,7 @@ from ready_hf.hub import keep_or_write_card, name_on_hub
 from ready_hf.losses import DraftingLoss, LossSums
 from ready_hf.modeling_ready import ReadyDrafterModel
 from ready_hf.schedules import freeze_rest, split_reader_groups
-from ready_hf.sharding import check_sharding, hide_missing_embeddings
+from ready_hf.sharding import check_sharding, hide_missing_embeddings, is_spread
 from ready_hf.training_callbacks import CompleteFolder, Passes, SkipNonFiniteSteps
 from ready_hf.training_memory import TrainingMemory, training_memory
 
@@ -196,8 +196,8 @@ class ReadyTrainer(Trainer):
 
     Raises:
         TypeError: no drafter, or other arguments than `ReadyTrainingArguments`.
-        ValueError: the drafter was not made for this target; several GPUs in one process; a way of sharding that
-        cannot train a drafter.
+        ValueError: the drafter was not made for this target; several GPUs in one process, but for a target that
+        is spread over them; a way of sharding that cannot train a drafter.
     """
 
     loss_is_scaled_for_ga = True  # read by transformers >= 5.24
@@ -211,11 +211,13 @@ class ReadyTrainer(Trainer):
             raise TypeError(
                 f"expected a drafter to train, got {type(model).__name__}: ReadyTrainer(drafter, args, target=target)"
             )
+        if args.n_gpu > 1 and is_spread(target):
+            args._n_gpu = 1  # as `Trainer` does where its own model is spread
         if args.n_gpu > 1:
             raise ValueError(
                 f"{args.n_gpu} GPUs in one process would run as nn.DataParallel, which cannot train a drafter. Start "
-                "one process per GPU (`torchrun --nproc-per-node ...` or `accelerate launch ...`), or show this one a "
-                "single GPU (`CUDA_VISIBLE_DEVICES=0`)"
+                "one process per GPU (`torchrun --nproc-per-node ...` or `accelerate launch ...`), show this one a "
+                "single GPU (`CUDA_VISIBLE_DEVICES=0`), or load a target that is too large for one with a `device_map`"
             )
         if model.reader is None and (args.freeze_backbone_steps or args.reader_learning_rate is not None):
             raise ValueError(
