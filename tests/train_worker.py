@@ -110,7 +110,7 @@ def train(folder, rows=12, held_out=5, fault=False, spoil=False, resume=None, ta
     trainer.save_model()
     return {
         "world": trainer.args.world_size,
-        "device": str(trainer.args.device),
+        "device": trainer.args.device.type,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "metrics": trainer.evaluate(),
         "gradients": gradients.found,
