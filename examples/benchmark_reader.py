@@ -20,18 +20,12 @@ from ready_hf import ReadyDrafterConfig
 from ready_hf.state_reader import StateReader
 
 
-LOW = {"reader_gate_rank": 32, "reader_output_rank": 256}
-GATED = {
-    "reader_projection": "bilinear",
-    "reader_rank": 8,
-    "reader_gate": True,
-    "reader_gate_inputs": ["anchor", "context"],
-}
-READERS = {
-    "default": {},
-    "bilinear 8, gate 2, low rank": GATED | LOW,
-    "bilinear 8, gate 2, low rank, layers": GATED | LOW | {"reader_injection": "layers"},
-    "bilinear 8, gate 2": GATED,
+FIRST = {"reader_projection": "full", "reader_rank": 64, "reader_injection": "input", "reader_gate": False}
+READERS: dict[str, dict] = {
+    "default, rank 3": {"reader_rank": 3},  # what for_target chooses for this shape
+    "default, rank 8": {},
+    "default, rank 3, no gate": {"reader_rank": 3, "reader_gate": False},
+    "full 64, at the input": FIRST,
 }
 
 

@@ -108,7 +108,7 @@ def make_config(target: PreTrainedModel, variant: str, args: argparse.Namespace)
         config = ReadyDrafterConfig.from_pretrained(args.start / variant)
         config.check_target(target)
         return config
-    reader = {} if variant == "dspark" else {"reader_rank": args.reader_rank, "reader_query_rank": args.query_rank}
+    reader = {"reader_rank": args.reader_rank, "reader_query_rank": args.query_rank} if variant == "ready" else {}
     return ReadyDrafterConfig.for_target(
         target,
         reader=variant != "dspark",
@@ -121,7 +121,7 @@ def make_config(target: PreTrainedModel, variant: str, args: argparse.Namespace)
         head_dim=target.config.get_text_config().hidden_size // args.heads,
         sliding_window=args.window or None,
         markov_rank=args.markov_rank,
-        **reader,
+        **{name: rank for name, rank in reader.items() if rank is not None},
     )
 
 
@@ -360,9 +360,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps of each variant; default: as many as fit")
     sizes = {"rows": 4096, "row": 512, "batch": 128, "anchors": 15, "stride": 1, "held": 512, "seed": 0, "block": 8}
     sizes |= {"layers": 2, "intermediate": 384, "heads": 4, "kv_heads": 2, "window": 64, "markov_rank": 64}
-    sizes |= {"reader_rank": 64, "query_rank": 32, "mask_token_id": 1}
+    sizes |= {"mask_token_id": 1}
     for name, default in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    for name in ("--reader-rank", "--query-rank"):
+        parser.add_argument(name, type=int, help="default: the package's")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--greedy", type=float, default=0.25, help="share of the text that is written greedily")
     return parser.parse_args(arguments)
