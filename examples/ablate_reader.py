@@ -32,7 +32,7 @@ from contextlib import nullcontext
 
 import torch
 import transformers
-from ablation_arms import ARMS, SCREEN, Arm, make_config, make_drafter
+from ablation_arms import ARMS, SCREEN, Arm, folder_of, make_config, make_drafter
 from ablation_batches import Batches, usable_anchors, with_tensor_states
 from ablation_training import Training, compiled, measured
 from on_policy_text import check_least, make_folder, read_rows, read_tokens, target_vocabulary
@@ -288,7 +288,7 @@ def main() -> None:
             **found[name],
         }
         if args.save is not None:
-            folder = args.save / name.replace(" ", "_").replace(",", "")
+            folder = args.save / folder_of(name)
             training.drafter.to(torch.bfloat16).save_pretrained(folder)
     args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print_table(record["arms"])

@@ -130,6 +130,11 @@ COMPARED = [ARMS[name] for name in ("dspark", "dspark, as large as the best", BE
 ARMS |= {arm.name + suffix: varied(arm, suffix) for arm in COMPARED for suffix in VARIED}
 
 
+def folder_of(name: str) -> str:
+    """The folder that an arm's drafter is saved in."""
+    return name.replace(" ", "_").replace(",", "")
+
+
 def make_config(target: PreTrainedModel, arm: Arm, args: argparse.Namespace, **options: Any) -> ReadyDrafterConfig:
     """The arm's configuration, with the sizes of the command line."""
     heads = target.config.get_text_config().hidden_size // args.head_dim

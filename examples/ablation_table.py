@@ -1,9 +1,10 @@
 """The table of a comparison with several seeds: means, and paired differences with their 95 % intervals.
 
     python examples/ablation_table.py docs/results/headline-seed*.json --of tau_of_samples
+    python examples/ablation_table.py docs/results/headline-rounds-seed*.json
 
-Every file is one seed, written by ablate_reader.py with the same arms. A difference of two arms is taken within a
-seed, relative to the arm it is compared with; its interval is Student's, over the seeds.
+Every file is one seed, written by ablate_reader.py, or by ablation_rounds.py, with the same arms. A difference of two
+arms is taken within a seed, relative to the arm it is compared with; its interval is Student's, over the seeds.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import math
 import pathlib
 import statistics
 
-from ablation_arms import FULL
+from ablation_arms import ARMS, FULL, folder_of
 
 
 T95 = {
@@ -26,8 +27,19 @@ T95 = {
     8: 2.306,
     9: 2.262,
 }  # by degrees of freedom
+OF_ROUNDS = "tokens_per_forward"
 # Options that may differ: the seed, places, and time, as steps are planned from it.
 FREE = {"seed", "out", "save", "data", "target", "text", "seconds", "limit", "reserve", "report", "steps", "done"}
+
+
+def loaded(path: pathlib.Path) -> dict:
+    """One seed; what ablation_rounds.py wrote of saved drafters takes the shape of the other files."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if "arms" in record:
+        return record
+    names = {folder_of(name): name for name in ARMS}
+    arms = {names.get(key, key): {OF_ROUNDS: found["tokens_per_forward"]["value"]} for key, found in record.items()}
+    return {"arms": arms, "options": {"seed": path.name}}
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
@@ -58,7 +70,7 @@ def rows(records: list[dict], of: str) -> list[list[str]]:
             mean, low, high = interval([record["arms"][name][of] for record in records])
             row = [
                 name,
-                f"{records[0]['arms'][name]['parameters'] / 1e6:.2f} M",
+                f"{size / 1e6:.2f} M" if (size := records[0]["arms"][name].get("parameters")) else "",
                 f"{mean:.3f} [{low:.3f}, {high:.3f}]",
             ]
             for base in (base + FULL if full else base for base in compared_with(records)):
@@ -95,14 +107,15 @@ def main() -> None:
     """Prints Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", type=pathlib.Path, nargs="+")
-    parser.add_argument("--of", default="tau_of_samples", help="figure of every arm")
+    parser.add_argument("--of", help=f"figure of every arm; default: tau_of_samples, or {OF_ROUNDS}")
     args = parser.parse_args()
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in args.files]
-    check(records, args.of)
-    steps = [record["steps"] for record in records]
-    print(f"{len(records)} seeds, {min(steps)} to {max(steps)} steps\n")
-    head = ["arm", "parameters", args.of, *(f"over {name}" for name in compared_with(records))]
-    for row in (head, ["---"] * len(head), *rows(records, args.of)):
+    records = [loaded(path) for path in args.files]
+    of = args.of or ("tau_of_samples" if "steps" in records[0] else OF_ROUNDS)
+    check(records, of)
+    steps = [record["steps"] for record in records if "steps" in record]
+    print(f"{len(records)} seeds" + (f", {min(steps)} to {max(steps)} steps" if steps else "") + "\n")
+    head = ["arm", "parameters", of, *(f"over {name}" for name in compared_with(records))]
+    for row in (head, ["---"] * len(head), *rows(records, of)):
         print("| " + " | ".join(row) + " |")
 
 
