@@ -20,7 +20,6 @@ that are frozen. A try on a CPU:
 """
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import pathlib
@@ -37,33 +36,22 @@ from ablation_batches import Batches, usable_anchors, with_tensor_states
 from ablation_training import Training, compiled, measured
 from on_policy_text import check_least, make_folder, read_rows, read_tokens, target_vocabulary
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from wrong_states import WRONG, with_wrong_states
 
 import ready_hf
-from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors
+from ready_hf.features import FrozenTarget, choose_anchors
 from ready_hf.losses import LossSums
 
 
 STARTED = time.perf_counter()
 TARGET = pathlib.Path(__file__).with_name("research_target")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-REAL, WRONG = "real", ("zeros", "another row's", "one anchor old")
+REAL = "real"
 
 
 def elapsed() -> float:
     """Seconds since the program started."""
     return time.perf_counter() - STARTED
-
-
-def wrong_states(batch: DraftingBatch, kind: str) -> DraftingBatch:
-    """The batch with states that a reader should not be served."""
-    states = batch.states
-    if kind == "zeros":
-        states = torch.zeros_like(states)
-    elif kind == "another row's":
-        states = states.roll(1, 0)
-    elif kind == "one anchor old":
-        states = torch.cat([states[:, :1], states[:, :-1]], dim=1)
-    return dataclasses.replace(batch, states=states)
 
 
 @torch.no_grad()
@@ -83,9 +71,8 @@ def evaluate(
         for training in trainings:
             arm = training.arm
             for kind in (REAL, *WRONG) if arm.reader else (REAL,):
-                sums = measured(arm, training.drafter, frozen, wrong_states(batch, kind)).map(
-                    lambda x: x.double().cpu()
-                )
+                served = batch if kind == REAL else with_wrong_states(batch, kind)
+                sums = measured(arm, training.drafter, frozen, served).map(lambda x: x.double().cpu())
                 key = (arm.name, kind)
                 total[key] = total[key] + sums if key in total else sums
                 if kind == REAL:

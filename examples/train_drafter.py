@@ -21,7 +21,7 @@ Everything ends within `--limit` seconds; training is cut short if it must. A tr
 """
 
 import argparse
-import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -50,6 +50,7 @@ from on_policy_text import (
 )
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from write_drafter_cards import write_card
+from wrong_states import WRONG, with_wrong_states
 
 import ready_hf
 from ready_hf import ReadyDrafterConfig, ReadyDrafterModel
@@ -213,15 +214,6 @@ def planned_steps(target: PreTrainedModel, rows: torch.Tensor, args: argparse.Na
     return steps
 
 
-def wrong_states(states: torch.Tensor, kind: str) -> torch.Tensor:
-    """States `[B, A, N, H, K, V]` that a reader should not be served."""
-    if kind == "zeros":
-        return torch.zeros_like(states)
-    if kind == "another row's":
-        return states.roll(1, 0)
-    return torch.cat([states[:, :1], states[:, :-1]], dim=1)
-
-
 def whole_blocks(written: torch.Tensor, block_size: int) -> torch.Tensor:
     """Anchors `[N, T]` with their block in the row and written text behind them: every slot has as many labels."""
     text = torch.ones_like(written)
@@ -257,11 +249,8 @@ def evaluate_all(
     """On sampled and on greedy text; a reader also with wrong states."""
     prompt = held_prompt(args.row)
     found = {name: evaluate(target, drafter, rows, prompt, args) for name, rows in held.items()}
-    for kind in ("zeros", "another row's", "the previous anchor's") if drafter.reader is not None else ():
-
-        def change(batch: DraftingBatch, kind: str = kind) -> DraftingBatch:
-            return dataclasses.replace(batch, states=wrong_states(batch.states.stack(), kind))
-
+    for kind in WRONG if drafter.reader is not None else ():
+        change = functools.partial(with_wrong_states, kind=kind)
         found[f"sampled, states: {kind}"] = evaluate(target, drafter, held["sampled"], prompt, args, change)
     return found
 

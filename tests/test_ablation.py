@@ -1,6 +1,7 @@
 """The reader experiments: that arms differ in what they should and in nothing else, and what the scripts write."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -18,12 +19,14 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 import ready_hf  # noqa: E402
 from ready_hf import ReadyDrafterModel  # noqa: E402
+from ready_hf.backbone import DrafterLayer  # noqa: E402
 from ready_hf.features import FrozenTarget  # noqa: E402
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TARGET = EXAMPLES / "research_target"
 NAMES = ("ablate_reader", "ablation_arms", "ablation_batches", "ablation_training", "ablation_table", "ablation_text")
+NAMES += ("on_policy_text", "wrong_states")
 SIZES = {"batch": 2, "anchors": 4, "row": 96, "block": 4, "held": 2, "held-new": 64, "held-anchors": 6}
 TINY = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
 READER, PROBE = "bilinear 8, gate 2, layers", "dspark with the next feature"
@@ -35,7 +38,7 @@ def scripts():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
         yield argparse.Namespace(**{name: importlib.import_module(name) for name in NAMES})
-    for name in (*NAMES, "on_policy_text"):
+    for name in NAMES:
         sys.modules.pop(name, None)
 
 
@@ -179,6 +182,55 @@ def test_an_anchor_has_room_and_its_first_label_is_the_targets_own(scripts):
     assert usable(torch.ones(1, 20), 4, written)[0].nonzero().flatten().tolist() == [9, 10, 11, 12, 13]
 
 
+def test_rows_that_the_target_wrote_stay_whole(scripts, frozen, tokens, options, tmp_path):
+    rows = tokens[: 4 * 96].view(4, 96)
+    for seed, part in enumerate(rows.split(2)):
+        scripts.on_policy_text.save_rows(tmp_path / f"train-sampled-{seed}.npy", part)
+    args = options()
+    args.on_policy = tmp_path
+    text = scripts.ablate_reader.training_text(args, 4096)
+    assert torch.equal(text, rows)
+    assert args.row == 96
+    shapes = {"block_size": 4, "batch_size": 8, "row": 96, "num_anchors": 4}
+    batches = scripts.ablation_batches.Batches(frozen, text, seed=0, **shapes)
+    batches.next()
+    drawn = {tuple(row.tolist()) for row in batches.inputs[0]}
+    assert 1 < len(drawn) <= 4
+    assert drawn <= {tuple(row.tolist()) for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "message"),
+    [([], 4096, "has no train-"), ([96, 64], 4096, "several lengths"), ([96], 100, "written by another target")],
+)
+def test_rows_of_another_kind_are_refused(lengths, size, message, scripts, tokens, options, tmp_path):
+    for length in lengths:
+        scripts.on_policy_text.save_rows(tmp_path / f"train-sampled-{length}.npy", tokens[:length][None])
+    args = options()
+    args.on_policy = tmp_path
+    with pytest.raises(SystemExit, match=message):
+        scripts.ablate_reader.training_text(args, size)
+
+
+@pytest.mark.slow
+def test_compiled_steps_are_the_same_steps(scripts, target, frozen, tokens, options):
+    """Up to rounding, over three steps; and the package's classes are as before afterwards."""
+    before, limit = DrafterLayer.forward, torch._dynamo.config.recompile_limit
+    found = []
+    for context in (contextlib.nullcontext, scripts.ablation_training.compiled):
+        with context():
+            args = options("--steps", "3", "--arms", "dspark", READER)
+            found.append(scripts.ablate_reader.train(target, frozen, tokens, args))
+            assert (DrafterLayer.forward is before) == (context is contextlib.nullcontext)
+    assert DrafterLayer.forward is before
+    assert torch._dynamo.config.recompile_limit == limit
+    for plain, fast in zip(*found, strict=True):
+        assert fast.loss.item() == pytest.approx(plain.loss.item(), rel=1e-4)
+        for name, weight in plain.drafter.named_parameters():
+            other = fast.drafter.get_parameter(name)
+            assert float((weight - other).norm()) <= 1e-3 * float(weight.norm()), name
+
+
 def test_rows_without_enough_places_are_refused(scripts, frozen, tokens):
     with pytest.raises(SystemExit, match="rows of 16 tokens have no 12 places for blocks of 4"):
         scripts.ablation_batches.Batches(frozen, tokens, seed=0, block_size=4, batch_size=2, row=16, num_anchors=12)
@@ -209,19 +261,18 @@ def reads_something(scripts, target, frozen, name, args):
 
 
 def test_wrong_states_are_other_states(scripts, frozen, target, options, batches):
-    batch, wrong = batches().next(), scripts.ablate_reader.wrong_states
+    batch, wrong = batches().next(), scripts.ablate_reader.with_wrong_states
     trained = reads_something(scripts, target, frozen, READER, options())
     figures = {}
     for kind in (scripts.ablate_reader.REAL, *scripts.ablate_reader.WRONG):
-        served = wrong(batch, kind)
+        served = batch if kind == scripts.ablate_reader.REAL else wrong(batch, kind)
         figures[kind] = scripts.ablation_training.measured(trained.arm, trained.drafter, frozen, served).metrics()
         others = [field.name for field in dataclasses.fields(batch) if field.name != "states"]
         assert all(getattr(served, name) is getattr(batch, name) for name in others)
     assert len({round(metrics["tau_of_samples"], 6) for metrics in figures.values()}) == 4
-    assert torch.equal(wrong(batch, "real").states, batch.states)
     assert not wrong(batch, "zeros").states.any()
     assert torch.equal(wrong(batch, "another row's").states[0], batch.states[1])
-    assert torch.equal(wrong(batch, "one anchor old").states[:, 1:], batch.states[:, :-1])
+    assert torch.equal(wrong(batch, "the previous anchor's").states[:, 1:], batch.states[:, :-1])
 
 
 def test_only_the_probe_sees_the_anchors_feature(scripts, frozen, target, options, batches):
@@ -362,6 +413,25 @@ def test_files_that_are_no_seeds_of_one_comparison_are_refused(scripts, tmp_path
     many = [seed_file(tmp_path / f"{seed}.json", seed, {"dspark": 2.0}) for seed in range(11)]
     with pytest.raises(SystemExit, match="at most 10, got 11 files"):
         printed_table(scripts, monkeypatch, capsys, many)
+
+
+def test_rounds_make_a_table_too(scripts, tmp_path, monkeypatch, capsys):
+    """Files of ablation_rounds.py name folders of drafters; the table names arms, and pairs them by file."""
+    files = []
+    for seed, base in enumerate((2.0, 3.0)):
+        arms = {"dspark": base, READER: base * (1.1 + seed / 50), "dspark, full attention": 2 * base}
+        rounds = {
+            scripts.ablation_arms.folder_of(name): {"tokens_per_forward": {"value": x}} for name, x in arms.items()
+        }
+        files.append(tmp_path / f"{seed}.json")
+        files[-1].write_text(json.dumps(rounds))
+    heading, table = printed_table(scripts, monkeypatch, capsys, [str(path) for path in files])
+    assert heading == "2 seeds"
+    assert [row[0] for row in table] == ["arm", "---", "dspark", READER, "dspark, full attention"]
+    assert table[0][2] == "tokens_per_forward"
+    assert table[3][3].startswith("+11.0 % [")
+    with pytest.raises(SystemExit, match="different arms"):
+        printed_table(scripts, monkeypatch, capsys, [str(files[0]), seed_file(tmp_path / "s", 1, {"dspark": 2.0})])
 
 
 def test_committed_figures_make_a_table(scripts, monkeypatch, capsys):

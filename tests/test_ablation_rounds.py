@@ -62,7 +62,7 @@ def target():
 def new_drafter(target, **options):
     torch.manual_seed(0)
     sizes = {"block_size": 4, "num_hidden_layers": 1, "intermediate_size": 64, "markov_rank": 4, "mask_token_id": 1}
-    drafter = ReadyDrafterModel(ReadyDrafterConfig.for_target(target, **sizes, **options)).eval()
+    drafter = ReadyDrafterModel(ReadyDrafterConfig.for_target(target, **sizes | options)).eval()
     for parameter in drafter.parameters():  # a fresh one accepts nothing
         torch.nn.init.normal_(parameter, std=0.05)
     return drafter
@@ -90,6 +90,21 @@ def test_survival_is_that_of_decoding(script, target):
     assert 0 < float(got[0]) < 1
 
 
+def test_drafters_share_forwards_where_they_can(script, target):
+    """By block and layers of features; one that reads states decides what the others are served beside."""
+    ready, plain = new_drafter(target), new_drafter(target, reader=False)
+    short = new_drafter(target, block_size=2, reader=False)
+    groups = script.shared_targets(target, {"plain": plain, "short": short, "ready": ready})
+    assert [names for _, names in groups] == [["plain", "ready"], ["short"]]
+    assert [frozen.config is drafter.config for (frozen, _), drafter in zip(groups, (ready, short), strict=True)] == [
+        True,
+        True,
+    ]
+    other = new_drafter(target, state_layer_ids=[0])
+    with pytest.raises(SystemExit, match="ready, other read states of different layers"):
+        script.shared_targets(target, {"ready": ready, "other": other})
+
+
 def test_the_script_compares_saved_drafters(script, target, tmp_path, monkeypatch, capsys):
     new_drafter(target).save_pretrained(tmp_path / "ready")
     new_drafter(target, reader=False, sliding_window=16).save_pretrained(tmp_path / "plain")
@@ -104,6 +119,10 @@ def test_the_script_compares_saved_drafters(script, target, tmp_path, monkeypatc
     found = json.loads((tmp_path / "out.json").read_text())
     assert list(found) == ["plain", "ready"]
     assert found["plain"]["gain"]["value"] == 0
+    run(str(tmp_path / "plain"), str(tmp_path / "ready"), "--new", "40", "--anchors", "64", "--batch", "2")
+    again = json.loads((tmp_path / "out.json").read_text())
+    for name in found:  # however rows and anchors are put together
+        assert again[name]["rounds_by_row"] == pytest.approx(found[name]["rounds_by_row"], rel=1e-5)
     rounds = found["ready"]["rounds_by_row"]
     assert found["ready"]["tokens_per_forward"]["value"] == pytest.approx(3 * 35 / sum(rounds))
     assert all(35 / 5 <= x <= 35 for x in rounds)

@@ -24,7 +24,7 @@ from ready_hf.target_shape import TargetShape, special_token_ids, target_shape
 logger = logging.getLogger(__name__)
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 2, 31
-LARGEST_BILINEAR_RANK = 8
+LARGEST_BILINEAR_RANK, FULL_RANK = 8, 64
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -73,8 +73,8 @@ class ReadyDrafterConfig(PreTrainedConfig):
         state_shape (`list[int]`, *optional*): `[H, K, V]` of one state.
         reader_projection (`"full"` or `"bilinear"`): `full`: all reads of a slot through one map of rank
             `reader_rank`; `bilinear`: every head's read to `reader_rank` numbers.
-        reader_rank (`int`): See `reader_projection`. `for_target` chooses one for bilinear maps: as many numbers in all
-            as the hidden size has channels, at least 1 and at most 8 per head.
+        reader_rank (`int`): See `reader_projection`. `for_target` chooses one: 64 for a full map; for bilinear ones as
+            many numbers in all as the hidden size has channels, at least 1 and at most 8 per head.
         reader_conditioning (`list[str]`): What is added to the learned query of a slot: terms from `"anchor"`
             (embedding of the anchor), `"context"` (the last context feature), `"slot"` (the slot's hidden state where
             reads are added), any of them or none.
@@ -425,6 +425,8 @@ def _derived_reader(shape: TargetShape, chosen: list[int] | None, projection: st
     if projection == "bilinear":  # a gate and an output of thousands of heads would be larger than the drafter
         num_heads = max(1, len(ids) * state_shape[0])
         found_sizes["reader_rank"] = min(LARGEST_BILINEAR_RANK, math.ceil(shape.hidden_size / num_heads))
+    else:
+        found_sizes["reader_rank"] = FULL_RANK
     return found_sizes
 
 

@@ -12,16 +12,16 @@ Shapes: B rows, T tokens, A anchors, G slots, d hidden size.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer
 
 from ready_hf.anchors import anchors_of_rows
 from ready_hf.checkpoints import check_optimizer, last_complete_checkpoint
+from ready_hf.collator import DraftingCollator
 from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors, legal_anchors
 from ready_hf.hub import keep_or_write_card, name_on_hub
@@ -29,7 +29,8 @@ from ready_hf.losses import DraftingLoss, LossSums
 from ready_hf.modeling_ready import ReadyDrafterModel
 from ready_hf.schedules import freeze_rest, split_reader_groups
 from ready_hf.sharding import check_sharding, hide_missing_embeddings, is_spread
-from ready_hf.training_callbacks import CompleteFolder, Passes, SkipNonFiniteSteps
+from ready_hf.training_arguments import ReadyTrainingArguments
+from ready_hf.training_callbacks import CompleteFolder, Passes, SkipNonFiniteSteps, WatchUntouchedWeights
 from ready_hf.training_memory import TrainingMemory, training_memory
 
 
@@ -37,114 +38,7 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # transformers 5.24 renamed the option
 
-
-@dataclass
-class ReadyTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with the options of drafter training.
-
-    Args:
-        num_anchors (`int`): Blocks per row and step.
-        anchor_stride (`int`): Anchors stand at multiples of it. 1 is best for targets with the gated delta rule; for
-            KDA and Mamba-2, whose states cost a forward per different position, take about 64.
-        cross_entropy_weight (`float`): See `DraftingLoss`, as for the next four.
-        distance_weight (`float`): Weight of the distance of distributions.
-        confidence_weight (`float`): Weight of the confidence loss.
-        loss_decay (`float`): Slot k has the weight exp(-k / loss_decay).
-        max_logits_per_chunk (`int`): Most logits that exist at once.
-        reader_learning_rate (`float`, *optional*): Of the reader's parameters; default: `learning_rate`.
-        freeze_backbone_steps (`int`): Steps at the beginning in which only the reader learns. For a drafter that was
-            trained before, with a new reader (`ready_hf.schedules.add_reader`).
-    """
-
-    num_anchors: int = field(default=16, metadata={"help": "Blocks per row and step."})
-    anchor_stride: int = field(default=1, metadata={"help": "Anchors stand at multiples of it."})
-    cross_entropy_weight: float = field(default=0.1, metadata={"help": "Weight of the cross entropy."})
-    distance_weight: float = field(default=0.9, metadata={"help": "Weight of the distance of distributions."})
-    confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence loss."})
-    loss_decay: float = field(default=4.0, metadata={"help": "Slot k has the weight exp(-k / loss_decay)."})
-    max_logits_per_chunk: int = field(default=2**26, metadata={"help": "Most logits that exist at once."})
-    reader_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of the reader."})
-    freeze_backbone_steps: int = field(default=0, metadata={"help": "Steps in which only the reader learns."})
-    remove_unused_columns: bool = field(default=False, metadata={"help": "The collator chooses the columns."})
-    report_to: str = field(default="none", metadata={"help": "Where to report to."})
-    ddp_find_unused_parameters: bool | None = field(
-        default=False, metadata={"help": "The heads run outside of the forward, where the search would miss them."}
-    )
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot train, before anything is set up.
-
-        Raises:
-            ValueError: naming the option, its value and what is allowed.
-        """
-        for name in ("num_anchors", "anchor_stride", "max_logits_per_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
-        weights = {n: getattr(self, n) for n in ("cross_entropy_weight", "distance_weight", "confidence_weight")}
-        if not (min(weights.values()) >= 0 and sum(weights.values()) > 0):
-            raise ValueError(f"the weights of the loss must be 0 or more, and one of them above 0, got {weights}")
-        if self.reader_learning_rate is not None and not self.reader_learning_rate >= 0:
-            raise ValueError(f"`reader_learning_rate` must be 0 or more, got {self.reader_learning_rate}")
-        if self.freeze_backbone_steps < 0:
-            raise ValueError(f"`freeze_backbone_steps` must be 0 or more, got {self.freeze_backbone_steps}")
-        if not self.loss_decay > 0:
-            raise ValueError(f"`loss_decay` must be above 0 (infinite for equal weights), got {self.loss_decay}")
-        if self.remove_unused_columns:
-            raise ValueError(
-                "`remove_unused_columns=True` would remove every column: the drafter's forward names none"
-            )
-        super().__post_init__()
-
-    @property
-    def drafting_loss(self) -> DraftingLoss:
-        """The loss with these weights."""
-        return DraftingLoss(
-            self.cross_entropy_weight,
-            self.distance_weight,
-            self.confidence_weight,
-            self.loss_decay,
-            self.max_logits_per_chunk,
-        )
-
-
-@dataclass
-class DraftingCollator:
-    """Pads rows on the right.
-
-    Args:
-        max_length (`int`, *optional*): Longer rows are cut.
-    """
-
-    max_length: int | None = None
-
-    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """`input_ids`, `attention_mask` and, if any row has one, `loss_mask`, all `[B, T]`.
-
-        Args:
-            rows (`Sequence[dict]`): Each with `input_ids` and optionally `attention_mask` and `loss_mask`: lists,
-                arrays or tensors of one length. `labels`, as in supervised fine-tuning, stand for a `loss_mask`: a
-                label of -100 is not learned.
-
-        Raises:
-            ValueError: a row without `input_ids`, or with fields of different lengths.
-        """
-        rows = [_with_loss_mask(row) for row in rows]
-        names = ["input_ids", "attention_mask"] + ["loss_mask"] * any("loss_mask" in row for row in rows)
-        columns: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-        for row in rows:
-            if "input_ids" not in row:
-                raise ValueError(f"a training row needs `input_ids`, got the columns {sorted(row)}")
-            ids = _as_row(row["input_ids"])[: self.max_length]
-            for name, column in columns.items():
-                values = _as_row(row[name])[: self.max_length] if name in row else torch.ones_like(ids)
-                if len(values) != len(ids):
-                    raise ValueError(f"`{name}` has {len(values)} entries, `input_ids` of the same row {len(ids)}")
-                column.append(values)
-        longest = max(1, *map(len, columns["input_ids"]))  # rows of nothing become one padding token
-        return {
-            name: torch.stack([torch.nn.functional.pad(values, (0, longest - len(values))) for values in column])
-            for name, column in columns.items()
-        }
+__all__ = ["DraftingCollator", "ReadyTrainer", "ReadyTrainingArguments", "drafting_sums"]
 
 
 def drafting_sums(
@@ -241,6 +135,7 @@ class ReadyTrainer(Trainer):
         self._skipping = SkipNonFiniteSteps()
         self._passes = Passes()
         self.add_callback(self._skipping)
+        self.add_callback(WatchUntouchedWeights())
         self.add_callback(self._passes)
         self.add_callback(CompleteFolder(self))
         self._evaluated: list[LossSums] = []
@@ -478,22 +373,3 @@ class ReadyTrainer(Trainer):
         if is_nothing and not int(total):
             self._warn_of_nothing(f"step {self.state.global_step + 1}")
         return total.clamp_min(1)
-
-
-def _with_loss_mask(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with the mask that its `labels` mean, unless it has one."""
-    if row.get("labels") is None or "loss_mask" in row:
-        return row
-    return row | {"loss_mask": (_as_row(row["labels"]) != -100).long()}
-
-
-def _as_row(values: Any) -> torch.Tensor:
-    try:
-        row = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"a training row must be one list of numbers, got {type(values).__name__}: {error}") from None
-    if row.dim() != 1:
-        raise ValueError(f"a training row must be one list of numbers, got the shape {list(row.shape)}")
-    if row.is_floating_point() and bool((row != row.floor()).any()):
-        raise ValueError(f"a training row must hold whole numbers, got {row[row != row.floor()][0].item()}")
-    return row.long()

@@ -1,4 +1,4 @@
-"""What happens between the steps of a training: steps that are skipped, and folders that are made whole."""
+"""What happens between the steps of a training: steps that are skipped, weights that are watched, whole folders."""
 
 import logging
 from typing import Any
@@ -34,6 +34,69 @@ class SkipNonFiniteSteps(TrainerCallback):
                 state.global_step + 1,
                 self.num_skipped,
             )
+
+
+class WatchUntouchedWeights(TrainerCallback):
+    """Warns at the end of a training of weights that should have learned and did not.
+
+    Such a tensor never had a gradient, or its gradient changed nothing: a learning rate of 0, or steps that are too
+    small for a low precision. Runs of less than three steps say nothing, because maps start at zero here and hide what
+    lies before them in the first one.
+    """
+
+    _fewest_steps = 3
+
+    def __init__(self) -> None:
+        self._first_step = 0
+        self._without_gradient: set[str] = set()
+        self._before: dict[str, tuple[float, float]] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Remembers two sums of every trainable tensor."""
+        self._first_step, self._before = state.global_step, _sums_of_weights(kwargs["model"])
+        self._without_gradient = set(self._before)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Looks at tensors that had no gradient so far; soon there are none."""
+        if self._without_gradient:
+            for name, parameter in kwargs["model"].named_parameters():
+                gradient = parameter.grad if name in self._without_gradient else None
+                if gradient is not None and bool(_local(gradient).any()):
+                    self._without_gradient.discard(name)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compares."""
+        if state.global_step - self._first_step < self._fewest_steps:
+            return
+        after = _sums_of_weights(kwargs["model"])
+        unmoved = {name for name, sums in after.items() if self._before.get(name) == sums}
+        for names, what in (
+            (self._without_gradient, "never had a gradient"),
+            (unmoved - self._without_gradient, "had gradients and are as they were"),
+        ):
+            if names:
+                logger.warning(
+                    "ready_hf: %d of %d trainable tensors %s (%s%s): is a part of the drafter left out of the loss, "
+                    "or its learning rate 0 or too small for its dtype?",
+                    len(names),
+                    len(after),
+                    what,
+                    ", ".join(sorted(names)[:5]),
+                    ", ..." if len(names) > 5 else "",
+                )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a sharded tensor."""
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def _sums_of_weights(model: torch.nn.Module) -> dict[str, tuple[float, float]]:
+    """Two sums of every trainable tensor of which this process has a part; equal ones mean equal weights."""
+    parts = {name: _local(p) for name, p in model.named_parameters() if p.requires_grad and _local(p).numel()}
+    exact = {"dtype": torch.float64}
+    sums = [torch.stack([x.sum(**exact), torch.linalg.vector_norm(x, **exact)]) for x in parts.values()]
+    return {name: tuple(both.tolist()) for name, both in zip(parts, sums, strict=True)}
 
 
 class Passes(TrainerCallback):

@@ -21,6 +21,9 @@ pytest.importorskip("accelerate")
 from ready_hf.training import ReadyTrainer, ReadyTrainingArguments  # noqa: E402
 
 
+HEALTH = "trainable tensors"
+
+
 def run_training(folder, drafter, target, steps, resume=None, callbacks=None, batch=2, **options):
     rows = [{"input_ids": row} for row in random_prompt(24, batch=12, seed=9)]
     options = {"save_strategy": "no", **options}
@@ -28,12 +31,11 @@ def run_training(folder, drafter, target, steps, resume=None, callbacks=None, ba
         str(folder),
         max_steps=steps,
         per_device_train_batch_size=batch,
-        learning_rate=1e-2,
         logging_steps=1,
         disable_tqdm=True,
         use_cpu=True,
         num_anchors=3,
-        **options,
+        **{"learning_rate": 1e-2, **options},
     )
     trainer = ReadyTrainer(drafter, arguments, target=target, train_dataset=rows, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
@@ -303,3 +305,37 @@ def test_c88_the_saved_file_is_what_was_trained_and_all_of_it_moved(tmp_path, op
     assert all(torch.equal(saved[name], memory[name]) for name in saved)
     assert not [name for name, value in before.items() if torch.equal(value, saved[name])]
     assert all(parameter.requires_grad for parameter in drafter.parameters())
+
+
+def frozen_head(drafter):
+    """A part that the loss does not see: its outputs carry no gradient."""
+    head = drafter.confidence_head
+    head.forward = (lambda forward: lambda *args, **kwargs: forward(*args, **kwargs).detach())(head.forward)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "options", "found"),
+    [
+        (None, {}, None),
+        (frozen_head, {}, "never had a gradient (confidence_head."),
+        (None, {"reader_learning_rate": 0.0}, "had gradients and are as they were (reader."),
+        (
+            None,
+            {"learning_rate": 1e-9, "dtype": torch.bfloat16},
+            "had gradients and are as they were (confidence_head.",
+        ),
+        (frozen_head, {"steps": 2}, None),
+    ],
+    ids=["sound", "left out of the loss", "learning rate 0", "too small for bfloat16", "too short to tell"],
+)
+def test_c88_untouched_weights_are_named(tmp_path, caplog, break_it, options, found):
+    """The health check inside of the trainer: a run that trains everything says nothing."""
+    options = {"steps": 4, **options}
+    drafter = drafter_for(tiny_target("qwen3_5")).to(options.pop("dtype", torch.float32))
+    if break_it is not None:
+        break_it(drafter)
+    with caplog.at_level("WARNING"):
+        run_training(tmp_path, drafter, tiny_target("qwen3_5"), **options)
+    said = [record.getMessage() for record in caplog.records if HEALTH in record.getMessage()]
+    assert len(said) == (found is not None)
+    assert found is None or found in said[0]
