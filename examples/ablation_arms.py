@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ready_hf import ReadyDrafterConfig, ReadyDrafterModel
+from ready_hf import ReadyDrafterConfig, ReadyDrafterModel, recurrent_layers
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Arm:
         stages (`tuple[float, float]`): Shares of the steps after which the reader starts, and then the rest goes
             on: between the two only the reader learns. (0, 0) is joint training.
         as_large_as (`Arm`, *optional*): Its MLPs are made so wide that both have as many parameters.
+        thirds (`tuple[int, int]`): Which thirds of the recurrent layers it reads, from the first to before the second.
         next_feature (`bool`): It sees the target's features of the anchor, which no drafter can have: a probe of the
             ceiling.
     """
@@ -34,7 +35,13 @@ class Arm:
     reader_lr: float = 1.0
     stages: tuple[float, float] = (0.0, 0.0)
     as_large_as: "Arm | None" = None
+    thirds: tuple[int, int] = (0, 3)
     next_feature: bool = False
+
+    def read(self, layers: int) -> slice:
+        """Which of so many recurrent layers it reads."""
+        start, stop = (layers * third // 3 for third in self.thirds)
+        return slice(start, stop)
 
 
 # What an arm's reader is unless its name says otherwise: the first default of the package, not today's.
@@ -105,6 +112,11 @@ PLAIN = [  # is plain DSpark treated fairly?
     Arm("dspark, window 1024", {"sliding_window": 1024}, reader=False),
     Arm("dspark, 3 layers", {"num_hidden_layers": 3}, reader=False),
 ]
+WHICH_LAYERS = [
+    replace(BEST, name="best, first third of the layers", thirds=(0, 1)),
+    replace(BEST, name="best, middle third of the layers", thirds=(1, 2)),
+    replace(BEST, name="best, last third of the layers", thirds=(2, 3)),
+]
 CEILING = [
     _reader("large reader", injection="last", conditioning=SLOT, num_queries=4, rank=512, query_rank=None),
     Arm("dspark with the next feature", reader=False, next_feature=True),
@@ -124,7 +136,7 @@ def varied(arm: Arm, suffix: str) -> Arm:
     return replace(arm, name=arm.name + suffix, options=arm.options | VARIED[suffix], as_large_as=larger)
 
 
-ARMS = {arm.name: arm for arm in [*SCREEN, *COMBINED, *LARGE_TARGETS, *PLAIN, *CEILING]}
+ARMS = {arm.name: arm for arm in [*SCREEN, *COMBINED, *LARGE_TARGETS, *PLAIN, *WHICH_LAYERS, *CEILING]}
 ARMS |= {name + FULL: varied(arm, FULL) for name, arm in ARMS.items()}
 COMPARED = [ARMS[name] for name in ("dspark", "dspark, as large as the best", BEST.name)]
 ARMS |= {arm.name + suffix: varied(arm, suffix) for arm in COMPARED for suffix in VARIED}
@@ -148,6 +160,9 @@ def make_config(target: PreTrainedModel, arm: Arm, args: argparse.Namespace, **o
         "sliding_window": args.window or None,
         "markov_rank": args.markov_rank,
     }
+    if arm.reader and arm.thirds != (0, 3):
+        layers = [layer.layer_idx for layer in recurrent_layers(target)]
+        sizes["state_layer_ids"] = layers[arm.read(len(layers))]
     return ReadyDrafterConfig.for_target(
         target, reader=arm.reader, mask_token_id=args.mask_token_id, **{**sizes, **arm.options, **options}
     )

@@ -36,7 +36,7 @@ def compiled() -> Iterator[None]:
 
 def seen_by(arm: Arm, batch: DraftingBatch) -> DraftingBatch:
     """The batch as an arm sees it."""
-    changes: dict = {} if arm.reader else {"states": None}
+    changes: dict = {"states": batch.states[:, :, arm.read(batch.states.shape[2])] if arm.reader else None}
     if arm.next_feature:
         changes["anchor_positions"] = batch.anchor_positions + 1
     return dataclasses.replace(batch, **changes)

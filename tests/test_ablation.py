@@ -275,6 +275,18 @@ def test_wrong_states_are_other_states(scripts, frozen, target, options, batches
     assert torch.equal(wrong(batch, "the previous anchor's").states[:, 1:], batch.states[:, :-1])
 
 
+def test_an_arm_is_served_the_layers_that_it_reads(scripts, frozen, target, options, batches):
+    batch, read = batches().next(), []
+    for name in ("first", "middle", "last"):
+        arm = scripts.ablation_arms.ARMS[f"best, {name} third of the layers"]
+        config = scripts.ablation_arms.make_config(target, arm, options())
+        served = scripts.ablation_training.seen_by(arm, batch).states
+        columns = [frozen.config.state_layer_ids.index(layer) for layer in config.state_layer_ids]
+        assert torch.equal(served, batch.states[:, :, columns])
+        read += config.state_layer_ids
+    assert read == frozen.config.state_layer_ids
+
+
 def test_only_the_probe_sees_the_anchors_feature(scripts, frozen, target, options, batches):
     batch = batches().next()
     context = batch.context_hidden_states.clone()
