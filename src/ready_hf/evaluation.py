@@ -32,12 +32,13 @@ from ready_hf.demo_prompts import Prompt
 from ready_hf.evaluation_result import PLAIN, Evaluation, Text
 from ready_hf.intervals import MACRO
 from ready_hf.statistics import Round
-from ready_hf.ways import DECODING, NAMES
+from ready_hf.ways import arguments_of, name_of
 
 
 logger = logging.getLogger(__name__)
 
 CONTEXT_EDGES = (256, 1024, 4096, 16384)
+MOST_TEMPERATURE = 10
 LONGEST_PERIOD, LEAST_TIMES, LEAST_TOKENS = 32, 4, 32
 
 
@@ -62,7 +63,7 @@ def evaluate(
     prompts: Sequence[Prompt],
     *,
     max_new_tokens: int = 128,
-    temperatures: Sequence[int] = (0, 1),
+    temperatures: Sequence[float] = (0, 1),
     context_edges: Sequence[int] = CONTEXT_EDGES,
     seed: int = 0,
     resamples: int = 2000,
@@ -74,7 +75,7 @@ def evaluate(
         drafters (`Mapping[str, Drafter]`): By the name of their rows; differences are taken against the first.
         prompts (`Sequence[Prompt]`): A prompt's `task` is the task it counts for; of `turns` the first is used.
         max_new_tokens (`int`): Per text.
-        temperatures (`Sequence[int]`): 0 (greedy), 1 (sampling from the target's own distribution), or both.
+        temperatures (`Sequence[float]`): 0 (greedy), 1 (sampling from the target's own distribution), others.
         context_edges (`Sequence[int]`): Borders of the context lengths, rising: `(256, 1024)` makes the three ranges
             below 256, 256 to 1023, 1024 and more.
         seed (`int`): First of the seeds of the samples, and that of the bootstrap.
@@ -134,7 +135,7 @@ def decode(
     target: PreTrainedModel,
     inputs: Mapping[str, torch.Tensor],
     drafter: Drafter | None,
-    temperature: int,
+    temperature: float,
     seed: int,
     max_new_tokens: int,
     **options: Any,
@@ -142,7 +143,7 @@ def decode(
     """One text. Statistics come with the output, since `record_stats` would wait for the device in every phase."""
     torch.manual_seed(seed)
     options = {
-        **DECODING[NAMES[temperature]],
+        **arguments_of(temperature),
         "max_new_tokens": max_new_tokens,
         "return_dict_in_generate": True,
         **options,
@@ -157,7 +158,7 @@ def decode(
 
 
 def _text(
-    index: int, prompt: Prompt, temperature: int, name: str, found: Decoded, plain: Decoded, target: PreTrainedModel
+    index: int, prompt: Prompt, temperature: float, name: str, found: Decoded, plain: Decoded, target: PreTrainedModel
 ) -> Text:
     parted = None
     if temperature == 0 and found.tokens != plain.tokens:
@@ -203,7 +204,7 @@ def _check(
     drafters: Mapping[str, Any],
     prompts: Sequence[Prompt],
     max_new_tokens: int,
-    temperatures: Sequence[int],
+    temperatures: Sequence[float],
     context_edges: Sequence[int],
     resamples: int,
 ) -> None:
@@ -221,8 +222,12 @@ def _check(
     for option, value in (("max_new_tokens", max_new_tokens), ("resamples", resamples)):
         if value < 1:
             raise ValueError(f"`{option}` must be at least 1, got {value}")
-    if not temperatures or not set(temperatures) <= set(NAMES) or len(set(temperatures)) != len(temperatures):
-        raise ValueError(f"`temperatures` must be 0, 1 or both, got {list(temperatures)}")
+    allowed = all(0 <= temperature <= MOST_TEMPERATURE for temperature in temperatures)
+    if not temperatures or not allowed or len(set(map(name_of, temperatures))) != len(temperatures):
+        raise ValueError(
+            f"`temperatures` must be different numbers, 0 (greedy) to {MOST_TEMPERATURE}, at least one, got "
+            f"{list(temperatures)}"
+        )
     check_edges(context_edges)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ready_hf.evaluation_result import PLAIN, Evaluation, Position, survival
 from ready_hf.intervals import MACRO, Estimate, finite
-from ready_hf.ways import NAMES
+from ready_hf.ways import name_of
 
 
 Table = list[list[str]]  # the first row is the head
@@ -62,12 +62,12 @@ def to_dict(found: Evaluation) -> dict[str, Any]:
     """Plain numbers; `None` where there is no value."""
     rows: dict[str, dict[str, Any]] = {}
     for temperature in found.temperatures:
-        rows[NAMES[temperature]] = {row: _row_dict(found, temperature, row) for row in found.rows}
+        rows[name_of(temperature)] = {row: _row_dict(found, temperature, row) for row in found.rows}
     identical = {row: dict(zip(("identical", "texts"), found.identical(row), strict=True)) for row in found.drafters}
     return {
         "setting": dict(found.setting),
         "contexts": found.contexts,
-        "looping_prompts": {NAMES[t]: found.prompts(t, looping=True) for t in found.temperatures},
+        "looping_prompts": {name_of(t): found.prompts(t, looping=True) for t in found.temperatures},
         "identity": identical if 0 in found.temperatures else {},
         "figures": rows,
         "break_even": {name: result.to_dict() for name, result in found.break_evens.items()},
@@ -75,7 +75,7 @@ def to_dict(found: Evaluation) -> dict[str, Any]:
     }
 
 
-def _row_dict(found: Evaluation, temperature: int, row: str) -> dict[str, Any]:
+def _row_dict(found: Evaluation, temperature: float, row: str) -> dict[str, Any]:
     figures: dict[str, Any] = {"tokens_per_second": finite(found.tokens_per_second(temperature, row))}
     if row == PLAIN:
         return figures
@@ -125,9 +125,9 @@ def _identity(found: Evaluation) -> str:
     return f"Greedy tokens against plain decoding, {texts} text{'s' * (texts != 1)} each: {'; '.join(parts)}."
 
 
-def _temperature(found: Evaluation, temperature: int) -> list[Block]:
+def _temperature(found: Evaluation, temperature: float) -> list[Block]:
     kept, looping = found.prompts(temperature), found.prompts(temperature, looping=True)
-    title = NAMES[temperature].capitalize()
+    title = name_of(temperature).capitalize()
     note = f"{len(kept)} prompts; {len(looping)} more with a looping text are left out of all figures but their own."
     made: list[Block] = [f"# {title}", note]
     if looping:
@@ -153,7 +153,7 @@ def _temperature(found: Evaluation, temperature: int) -> list[Block]:
     return made
 
 
-def _summary(found: Evaluation, temperature: int) -> Table:
+def _summary(found: Evaluation, temperature: float) -> Table:
     first = found.drafters[0]
     head = ["", "tokens per forward", "speed", "tokens/s", "drafts per forward"]
     rows = [head, [PLAIN, "1.00", "1.00", f"{found.tokens_per_second(temperature, PLAIN):.1f}", ""]]
@@ -176,7 +176,7 @@ def _summary(found: Evaluation, temperature: int) -> Table:
     return rows
 
 
-def _tasks(found: Evaluation, temperature: int, tasks: Sequence[str], figure: str) -> Table:
+def _tasks(found: Evaluation, temperature: float, tasks: Sequence[str], figure: str) -> Table:
     by_row = [getattr(found, figure)(temperature, row) for row in found.drafters]
     return [["task", *found.drafters], *([task, *(row[task].text() for row in by_row)] for task in tasks)]
 

@@ -20,7 +20,7 @@ class Text:
 
     Args:
         prompt (`int`), task (`str`): Which prompt it continues, and what that counts for.
-        temperature (`int`): 0 or 1.
+        temperature (`float`): 0 for greedy.
         row (`str`): Name of the drafter, or `"plain"`.
         num_tokens (`int`): New tokens.
         seconds (`float`): Wall time of `generate`.
@@ -31,7 +31,7 @@ class Text:
 
     prompt: int
     task: str
-    temperature: int
+    temperature: float
     row: str
     num_tokens: int
     seconds: float
@@ -117,39 +117,39 @@ class Evaluation:
         return self.rows[1:]
 
     @property
-    def temperatures(self) -> list[int]:
+    def temperatures(self) -> list[float]:
         """In the order in which they were run."""
         return list(dict.fromkeys(text.temperature for text in self.texts))
 
     @cached_property
-    def _by_key(self) -> dict[tuple[int, str, int], Text]:
+    def _by_key(self) -> dict[tuple[float, str, int], Text]:
         return {(text.temperature, text.row, text.prompt): text for text in self.texts}
 
-    def prompts(self, temperature: int, looping: bool = False) -> list[int]:
+    def prompts(self, temperature: float, looping: bool = False) -> list[int]:
         """Prompts without a looping text at this temperature, or (`looping`) those with one."""
         found = [text for text in self.texts if text.temperature == temperature]
         loops = {text.prompt for text in found if text.is_looping}
         return [i for i in dict.fromkeys(text.prompt for text in found) if (i in loops) == looping]
 
-    def of(self, temperature: int, row: str, looping: bool = False) -> list[Text]:
+    def of(self, temperature: float, row: str, looping: bool = False) -> list[Text]:
         """The texts of a row, in the order of `prompts`."""
         if row not in self.rows:
             raise ValueError(f"there is no row {row!r}; rows are {', '.join(map(repr, self.rows))}")
         return [self._by_key[temperature, row, i] for i in self.prompts(temperature, looping)]
 
-    def accepted_length(self, temperature: int, row: str, looping: bool = False) -> dict[str, Estimate]:
+    def accepted_length(self, temperature: float, row: str, looping: bool = False) -> dict[str, Estimate]:
         """Tokens per verify forward by task, and the mean of the tasks; empty without prompts."""
         texts = self.of(temperature, row, looping)
         return self._bootstrap([_rounds(text) for text in texts], texts, ratio(0, 1))
 
-    def difference(self, temperature: int, row: str, against: str) -> dict[str, Estimate]:
+    def difference(self, temperature: float, row: str, against: str) -> dict[str, Estimate]:
         """Accepted length of a row minus that of another, by task; prompts are drawn in pairs."""
         texts, others = self.of(temperature, row), self.of(temperature, against)
         quantities = [[*_rounds(text), *_rounds(other)] for text, other in zip(texts, others, strict=True)]
         mine, theirs = ratio(0, 1), ratio(2, 3)
         return self._bootstrap(quantities, texts, lambda totals: mine(totals) - theirs(totals))
 
-    def speed(self, temperature: int, row: str, looping: bool = False) -> dict[str, Estimate]:
+    def speed(self, temperature: float, row: str, looping: bool = False) -> dict[str, Estimate]:
         """Tokens per second over those of plain decoding, by task; prompts are drawn in pairs."""
         texts, plain = self.of(temperature, row, looping), self.of(temperature, PLAIN, looping)
         quantities = [
@@ -159,12 +159,12 @@ class Evaluation:
         mine, theirs = ratio(0, 1), ratio(2, 3)
         return self._bootstrap(quantities, texts, lambda totals: mine(totals) / theirs(totals))
 
-    def drafts(self, temperature: int, row: str) -> tuple[int, int]:
+    def drafts(self, temperature: float, row: str) -> tuple[int, int]:
         """Drafts that were verified, and verify forwards, of all prompts that do not loop."""
         log = [entry for text in self.of(temperature, row) for entry in text.log]
         return sum(entry.num_drafts for entry in log), len(log)
 
-    def tokens_per_second(self, temperature: int, row: str) -> float:
+    def tokens_per_second(self, temperature: float, row: str) -> float:
         """Of all prompts that do not loop; NaN without any."""
         texts = self.of(temperature, row)
         seconds = sum(text.seconds for text in texts)
@@ -180,7 +180,7 @@ class Evaluation:
         """Whether every greedy text is that of plain decoding."""
         return all(text.first_difference is None for text in self.texts)
 
-    def positions(self, temperature: int, row: str, context: int | None = None) -> list[Position]:
+    def positions(self, temperature: float, row: str, context: int | None = None) -> list[Position]:
         """Acceptance by position in the block, of all rounds or of one range of context lengths (`contexts`)."""
         log = (entry for text in self.of(temperature, row) for entry in text.log)
         if context is None:

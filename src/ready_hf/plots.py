@@ -78,13 +78,13 @@ def save_acceptance(stats_by_name: Mapping[str, DecodingStats], path: str | Path
     figure.savefig(path, dpi=150)
 
 
-def plot_acceptance_by_context(evaluation: Any, row: str, temperature: int = 0, ax: Any = None) -> Any:
+def plot_acceptance_by_context(evaluation: Any, row: str, temperature: float = 0, ax: Any = None) -> Any:
     """Acceptance by position in the block, one line per range of context lengths.
 
     Args:
         evaluation (`Evaluation`): Result of `ready_hf.evaluation.evaluate`.
         row (`str`): Which drafter.
-        temperature (`int`): 0 or 1.
+        temperature (`float`): One that was evaluated.
         ax (`matplotlib.axes.Axes`, *optional*): Where to draw; default: new axes.
 
     Returns:
@@ -104,13 +104,13 @@ def plot_acceptance_by_context(evaluation: Any, row: str, temperature: int = 0, 
     return ax
 
 
-def save_evaluation(evaluation: Any, path: str | Path, temperature: int = 0) -> None:
+def save_evaluation(evaluation: Any, path: str | Path, temperature: float = 0) -> None:
     """Writes acceptance by position of all drafters, and of each by context length, to a file.
 
     Args:
         evaluation (`Evaluation`): Result of `ready_hf.evaluation.evaluate`.
         path (`str` or `Path`): Its ending says the format.
-        temperature (`int`): 0 or 1.
+        temperature (`float`): One that was evaluated.
 
     Raises:
         ImportError: matplotlib is missing.

@@ -1,4 +1,4 @@
-"""Cases C66, C90 and C94: what a report, a card and a training on hardly any text say."""
+"""Cases C66, C89, C90 and C94: what a report, a card and a training on hardly any text say."""
 
 import datetime
 import json
@@ -13,7 +13,7 @@ import ready_hf
 from ready_hf import hub
 from ready_hf.cli import main
 from ready_hf.demo_prompts import Prompt
-from ready_hf.evaluation import evaluate
+from ready_hf.evaluation import decode, evaluate
 from ready_hf.intervals import MACRO
 from ready_hf.train_command import FEW_ROWS
 from support import drafter_for, trained_target, trained_tokenizer
@@ -70,6 +70,25 @@ def test_c66_a_confidence_cut_and_what_it_costs_are_in_the_report():
         per_forward[row] = drafts / len(log)
     assert per_forward["cut"] < per_forward["whole"]
     assert "acceptance by position" in report
+
+
+def test_c89_every_temperature_has_figures_of_its_own():
+    """The drafter that ships at three of them: a section and figures for each, and decoding as it says."""
+    target, tokenizer = small_target()
+    prompts = [Prompt(text) for text in ("def main(", "import os\n\nclass Reader:")]
+    options = {"max_new_tokens": 16, "temperatures": (0, 0.7, 1.0), "resamples": 50}
+    found = evaluate(target, tokenizer, {"dspark": small_drafter()}, prompts, **options)
+    report, figures = found.to_markdown(), found.to_dict()["figures"]
+    names = ["greedy", "temperature 0.7", "temperature 1"]
+    assert list(figures) == names
+    places = [report.index(f"## {name.capitalize()}\n") for name in names]
+    assert places == sorted(places)
+    assert len({figures[name]["dspark"]["accepted_length"][MACRO]["value"] for name in names}) == 3
+    inputs = tokenizer("def main(", return_tensors="pt")
+    tokens = [decode(target, inputs, None, temperature, 5, 16).tokens for temperature in (0.7, 1.0)]
+    torch.manual_seed(5)
+    expected = target.generate(**inputs, do_sample=True, temperature=0.7, top_k=0, max_new_tokens=16)
+    assert tokens[0] == expected[0, inputs["input_ids"].shape[1] :].tolist() != tokens[1]
 
 
 def test_c90_a_card_says_what_lossless_means_and_where_numbers_come_from():
