@@ -336,6 +336,30 @@ def test_an_incomplete_checkpoint_is_passed_over_and_named(run, tmp_path, caplog
         assert torch.allclose(value, other, atol=1e-6)
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_incomplete_checkpoint_is_refused_where_it_is_named(run, tmp_path, fault):
+    folder = tmp_path / "mine"
+    shutil.copytree(run / "checkpoint-3", folder)
+    FAULTS[fault](folder)
+    drafter = drafter_for(tiny_target("qwen3_5"), seed=9)
+    before = {name: p.clone() for name, p in drafter.named_parameters()}
+    with pytest.raises(ValueError, match="cannot go on from .*mine.*: .*. Name a complete checkpoint"):
+        trainer_for(tmp_path, drafter, tiny_target("qwen3_5")).train(resume_from_checkpoint=str(folder))
+    assert all(torch.equal(p, before[name]) for name, p in drafter.named_parameters())
+
+
+def test_a_complete_checkpoint_may_have_any_name(run, tmp_path):
+    shutil.copytree(run / "checkpoint-2", tmp_path / "mine")
+    target = tiny_target("qwen3_5")
+    other = drafter_for(target, seed=9)
+    trainer_for(tmp_path, other, target, max_steps=3).train(resume_from_checkpoint=str(tmp_path / "mine"))
+    straight = ReadyDrafterModel.from_pretrained(run / "checkpoint-3")
+    for value, again in zip(straight.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(value, again, atol=1e-6)
+    with pytest.raises(ValueError, match="there is no such folder"):
+        trainer_for(tmp_path, drafter_for(target), target).train(resume_from_checkpoint=str(tmp_path / "gone"))
+
+
 def test_nothing_to_go_on_from_is_said(run, tmp_path):
     target = tiny_target("qwen3_5")
     with pytest.raises(ValueError, match="there is none. Start without"):

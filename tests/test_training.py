@@ -139,6 +139,17 @@ def test_twenty_steps_reduce_the_loss(tmp_path, reader, bf16):
     assert all(p.dtype == torch.float32 for p in drafter.parameters())
 
 
+def test_evaluation_counts_the_last_rows_whatever_training_drops(tmp_path):
+    """3 rows in batches of 2."""
+    found = [
+        trainer_for(
+            tmp_path, rows=rows_of()[:3], per_device_eval_batch_size=2, per_device_train_batch_size=2, **options
+        ).evaluate()["eval_num_blocks"]
+        for options in ({}, {"dataloader_drop_last": True})
+    ]
+    assert found[0] == found[1] > 0
+
+
 def test_evaluation_metrics(tmp_path):
     """In parts as in one, without a change of the drafter, and equal to the sums of the loss."""
     target = tiny_target("qwen3_5")

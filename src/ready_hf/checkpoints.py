@@ -103,7 +103,21 @@ def _in_words(rate: float | None) -> str:
     )
 
 
-def incomplete(checkpoint: Path) -> str | None:
+def check_complete(checkpoint: Path) -> None:
+    """Refuses a folder that was named, whatever its own name, and is no complete checkpoint.
+
+    Raises:
+        ValueError: saying what it lacks.
+    """
+    problem = incomplete(checkpoint, is_named_by_step=False) if checkpoint.is_dir() else "there is no such folder"
+    if problem is not None:
+        raise ValueError(
+            f"cannot go on from {str(checkpoint)!r}: {problem}. Name a complete checkpoint, or pass `True` for the "
+            "newest one in the output folder"
+        )
+
+
+def incomplete(checkpoint: Path, is_named_by_step: bool = True) -> str | None:
     """What a checkpoint folder lacks; `None` if it is complete."""
     state = checkpoint / TRAINER_STATE_NAME
     if not state.is_file():
@@ -112,7 +126,7 @@ def incomplete(checkpoint: Path) -> str | None:
         step = json.loads(state.read_text(encoding="utf-8"))["global_step"]
     except (OSError, ValueError, KeyError, TypeError):
         return f"{TRAINER_STATE_NAME} cannot be read"
-    if checkpoint.name != f"checkpoint-{step}":
+    if is_named_by_step and checkpoint.name != f"checkpoint-{step}":
         return f"{TRAINER_STATE_NAME} is of step {step}"
     for weights in _weight_files(checkpoint):
         try:

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel, Trainer
 
 from ready_hf.anchors import anchors_of_rows
-from ready_hf.checkpoints import check_optimizer, last_complete_checkpoint
+from ready_hf.checkpoints import check_complete, check_optimizer, last_complete_checkpoint
 from ready_hf.collator import DraftingCollator
 from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors, legal_anchors
@@ -147,11 +147,12 @@ class ReadyTrainer(Trainer):
         """As in `Trainer`; `resume_from_checkpoint=True` takes the newest checkpoint that is complete.
 
         Raises:
-            ValueError: no such checkpoint, or one that was trained in other stages.
+            ValueError: no such checkpoint, one that is not complete, or one that was trained in other stages.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_complete_checkpoint(self.args.output_dir))
         if resume_from_checkpoint:
+            check_complete(Path(resume_from_checkpoint))
             self.check_checkpoint(resume_from_checkpoint)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
@@ -163,6 +164,14 @@ class ReadyTrainer(Trainer):
         """
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # they save optimizers in forms of their own
             check_optimizer(Path(checkpoint), self.create_optimizer())
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """All rows count: `dataloader_drop_last` is about training."""
+        given, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        try:
+            return super().get_eval_dataloader(*args, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = given
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As in `Trainer`, with the reader in groups of its own if it learns differently."""
