@@ -7,6 +7,9 @@ from typing import Any
 import torch
 
 
+PACKED = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")  # what packing collators of transformers add
+
+
 @dataclass
 class DraftingCollator:
     """Pads rows on the right.
@@ -26,9 +29,11 @@ class DraftingCollator:
                 label of -100 is not learned.
 
         Raises:
-            ValueError: a row without `input_ids`, or with fields of different lengths.
+            ValueError: a row without `input_ids`, with fields of different lengths, or of several packed texts.
         """
         rows = [_with_loss_mask(row) for row in rows]
+        for row in rows:
+            _check_is_one_text(row)
         names = ["input_ids", "attention_mask"] + ["loss_mask"] * any("loss_mask" in row for row in rows)
         columns: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         for row in rows:
@@ -45,6 +50,20 @@ class DraftingCollator:
             name: torch.stack([torch.nn.functional.pad(values, (0, longest - len(values))) for values in column])
             for name, column in columns.items()
         }
+
+
+def _check_is_one_text(row: dict[str, Any]) -> None:
+    """Refuses packed rows: a recurrent state, and a drafter's context, would run over from one text into the next."""
+    found = [name for name in PACKED if row.get(name) is not None]
+    if row.get("position_ids") is not None:
+        positions = _as_row(row["position_ids"])
+        if not torch.equal(positions, torch.arange(len(positions))):
+            found.append("position_ids")
+    if found:
+        raise ValueError(
+            f"a training row must be one text, and this one looks packed ({', '.join(found)}): give every text a row "
+            "of its own, rows are padded to the longest of their batch"
+        )
 
 
 def _with_loss_mask(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Cases C66, C89, C90 and C94: what a report, a card and a training on hardly any text say."""
+"""Cases C65, C66, C89, C90 and C94: what a report, a card and a training on hardly any text say."""
 
 import datetime
 import json
@@ -43,6 +43,30 @@ def table(report, title):
             break
         rows.append([cell.strip() for cell in line.strip("|").split("|")])
     return [rows[0], *rows[2:]]
+
+
+def test_c65_accepted_length_is_what_decoding_did():
+    """Counted from outside, by the forwards of the target, of texts that a drafter and plain decoding wrote."""
+    target, tokenizer = small_target()
+    drafter, prompts = small_drafter(), [Prompt(text) for text in ("def main(", "class Reader:")]
+    options = {"max_new_tokens": 24, "temperatures": (0,), "resamples": 50}
+    found = evaluate(target, tokenizer, {"dspark": drafter}, prompts, **options)
+    forwards, tokens = 0, 0
+
+    def count(*_):
+        nonlocal forwards
+        forwards += 1
+
+    for prompt in prompts:
+        inputs = tokenizer(prompt.text, return_tensors="pt")
+        handle = target.model.register_forward_hook(count)
+        output = target.generate(**inputs, assistant_model=drafter, do_sample=False, max_new_tokens=24)
+        handle.remove()
+        tokens += output.shape[1] - inputs["input_ids"].shape[1] - 1  # the first one is the prefill's
+        forwards -= 1
+    assert found.prompts(0) == [0, 1]
+    assert tokens / forwards > 1.2
+    assert found.accepted_length(0, "dspark")[MACRO].value == pytest.approx(tokens / forwards)
 
 
 def test_c66_a_confidence_cut_and_what_it_costs_are_in_the_report():

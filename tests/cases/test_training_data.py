@@ -1,4 +1,4 @@
-"""Cases C08, C17, C26, C57, C58, C59 and C60: conversations as training data, by templates that think as Qwen's do."""
+"""Cases C08, C17, C26, C57 to C61 and C92: conversations as training data, by templates that think as Qwen's do."""
 
 import copy
 import functools
@@ -219,3 +219,62 @@ def test_c60_reasoning_beside_the_answer_is_learned_with_it(name):
     assert rows_of([chat("<think>\na or b: b\n</think>\n\nreturn b")], tokenizer) == [row]
     with pytest.raises(DataError, match=r"row 0: .*the answer in message 2 as what it asks for.*another `thinking`"):
         rows_of([chat("return b", reasoning_content="a or b: b")], tokenizer, thinking="off")
+
+
+PACKED = {
+    "positions that start again": {"position_ids": [*range(9), *range(9)]},
+    "sequence numbers": {"seq_idx": [0] * 9 + [1] * 9},
+    "lengths": {"cu_seq_lens_q": [0, 9, 18], "cu_seq_lens_k": [0, 9, 18]},
+}
+
+
+@pytest.mark.parametrize("more", PACKED.values(), ids=PACKED)
+def test_c61_packed_conversations_are_refused(more):
+    """A state would run over from one into the next; positions of one text are as good as none."""
+    from ready_hf.collator import DraftingCollator
+
+    row = {"input_ids": list(range(3, 21))}
+    with pytest.raises(ValueError, match="must be one text, and this one looks packed"):
+        DraftingCollator()([row, row | more])
+    assert DraftingCollator()([row | {"position_ids": torch.arange(18)}])["input_ids"].shape == (1, 18)
+
+
+def test_c61_rows_beside_each_other_have_their_own_features_and_states():
+    target = tiny_target("qwen3_5")
+    frozen = FrozenTarget(target, drafter_for(target, block_size=4).config)
+    rows = [torch.arange(30) % 50 + 3, torch.arange(19) % 40 + 7]
+    anchors = torch.tensor([[5, 12], [3, 9]])
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = (torch.arange(30) < torch.tensor([[30], [19]])).long()
+    with torch.no_grad():
+        together = frozen.batch(ids, anchors, attention_mask=mask)
+        for i, row in enumerate(rows):
+            alone = frozen.batch(row[None], anchors[i : i + 1])
+            states, own = together.states.stack()[i], alone.states.stack()[0]
+            assert float((states - own).norm()) <= 1e-5 * float(own.norm())
+            features = together.context_hidden_states[i, : len(row)]
+            assert torch.allclose(features, alone.context_hidden_states[0], atol=1e-5)
+            assert torch.equal(together.labels[i], alone.labels[0])
+
+
+def test_c92_no_label_crosses_from_one_conversation_into_the_next():
+    """Packing is not offered: two short conversations are two rows, and every pair of tokens is of one of them."""
+    tokenizer = tokenizer_with(next(iter(TEMPLATES)))
+    chats = [chat("return a"), chat("return b, or c")]
+    rows = rows_of(chats, tokenizer, thinking="off")
+    assert len(rows) == 2
+    from ready_hf.collator import DraftingCollator
+
+    target = tiny_target("qwen3_5")
+    frozen = FrozenTarget(target, drafter_for(target, block_size=6).config)
+    batch = DraftingCollator()([row | {"input_ids": [i % 90 + 3 for i in row["input_ids"]]} for row in rows])
+    legal = legal_anchors(batch["attention_mask"], 6, 1, batch["loss_mask"])
+    anchors, is_anchor = choose_anchors(legal, 99)
+    made = frozen.batch(batch["input_ids"], anchors, is_anchor, batch["attention_mask"], batch["loss_mask"])
+    for i, row in enumerate(rows):
+        text = [token % 90 + 3 for token in row["input_ids"]]
+        pairs = set(zip(text[:-1], text[1:], strict=True))
+        counted = made.loss_mask[i]
+        found = set(zip(made.previous_ids[i][counted].tolist(), made.labels[i][counted].tolist(), strict=True))
+        assert found
+        assert found <= pairs

@@ -1,4 +1,4 @@
-"""Cases C13, C14, C15, C19, C28, C40, C53, C63, C64 and C88: what users met while training drafters."""
+"""Cases C13, C14, C15, C19, C27, C28, C40, C53, C62, C63, C64, C68 and C88: what users met while training drafters."""
 
 import copy
 import os
@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from ready_hf import ReadyDrafterConfig, ReadyDrafterModel, modeling_ready
 from ready_hf.drafting import DraftSession
 from ready_hf.features import FrozenTarget
-from support import drafter_for, random_prompt, tiny_target
+from support import drafter_for, random_prompt, tiny_target, trained_target, trained_tokenizer
 
 
 pytest.importorskip("accelerate")
@@ -174,7 +174,7 @@ sys.modules.update({name: None for name in ("triton", "fla", "kernels", "causal_
 
 import torch
 from ready_hf.training import ReadyTrainer, ReadyTrainingArguments
-from support import drafter_for, random_prompt, tiny_target
+from support import drafter_for, random_prompt, tiny_target, trained_target, trained_tokenizer
 
 target = tiny_target("qwen3_5")
 drafter, rows = drafter_for(target), [{"input_ids": row} for row in random_prompt(24, batch=6)]
@@ -339,3 +339,65 @@ def test_c88_untouched_weights_are_named(tmp_path, caplog, break_it, options, fo
     said = [record.getMessage() for record in caplog.records if HEALTH in record.getMessage()]
     assert len(said) == (found is not None)
     assert found is None or found in said[0]
+
+
+@pytest.mark.slow
+def test_c27_the_loss_of_a_large_vocabulary_needs_less_than_2_gb(tmp_path):
+    """248,320 tokens, 20 blocks of 16, of which one dense copy has 318 MB: a fraction of what dense takes."""
+    script = Path(__file__).parents[2] / "examples" / "benchmark_loss.py"
+    sizes = ["16777216", "268435456"]  # four chunks; all at once
+    command = [sys.executable, str(script), "--blocks", "20", "--max-logits", *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    chunked, dense = (int(line.split()[1]) for line in done.stdout.splitlines())
+    assert chunked < 1e9  # by default chunks are four times as large, however many blocks there are
+    assert chunked < dense / 2
+
+
+def test_c62_a_row_without_any_anchor_changes_nothing():
+    """On a CPU, where the mask is dense: all of its slots are dummies, and loss and gradient stay finite."""
+    from ready_hf.features import choose_anchors, legal_anchors
+    from ready_hf.losses import DraftingLoss
+    from ready_hf.training import drafting_sums
+
+    target = tiny_target("qwen3_5")
+    drafter = drafter_for(target, block_size=6).train()
+    frozen = FrozenTarget(target, drafter.config)
+    ids = random_prompt(24, batch=2, seed=3)
+    ids[1, 4:] = 0
+    mask = (torch.arange(24) < torch.tensor([[24], [4]])).long()
+    found = []
+    for rows in (2, 1):
+        anchors, is_anchor = choose_anchors(legal_anchors(mask[:rows], 6), 3)
+        assert bool(is_anchor[0].all())
+        assert not bool(is_anchor[1:].any())
+        batch = frozen.batch(ids[:rows], anchors, is_anchor, mask[:rows])
+        drafter.zero_grad()
+        sums = drafting_sums(drafter, drafter, frozen, batch, DraftingLoss())
+        sums.loss.backward()
+        found.append((sums.metrics(), {name: p.grad.clone() for name, p in drafter.named_parameters()}))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    for name, gradient in found[1][1].items():
+        assert torch.allclose(found[0][1][name], gradient, atol=1e-5), name
+
+
+def test_c68_reader_on_and_off_with_the_same_budget(tmp_path):
+    """Same rows, anchors and steps; the report compares them on prompts that were not learned."""
+    from ready_hf.demo_prompts import Prompt
+    from ready_hf.evaluation import evaluate
+    from ready_hf.intervals import MACRO
+
+    target, drafters, learned = trained_target(), {}, {}
+    for name, reader in (("off", False), ("on", True)):
+        drafters[name] = drafter_for(target, reader=reader, block_size=4).eval()
+        trainer = run_training(tmp_path / name, drafters[name], target, steps=8)
+        learned[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        drafters[name].eval()
+    assert len(learned["on"]) == len(learned["off"]) == 8
+    assert all(losses[-1] < losses[0] for losses in learned.values())
+    prompts = [Prompt(text) for text in ("ab", "cd ef", "xyz")]
+    found = evaluate(target, trained_tokenizer(), drafters, prompts, max_new_tokens=16, resamples=50)
+    head = next(line for line in found.to_markdown().splitlines() if line.startswith("|") and "minus" in line)
+    assert "minus off" in head
+    for temperature in found.temperatures:
+        lengths = [found.accepted_length(temperature, name)[MACRO].value for name in drafters]
+        assert all(length >= 1 for length in lengths)
