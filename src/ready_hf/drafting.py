@@ -30,6 +30,12 @@ NOT_A_TARGET = (
 )
 
 
+def moved_to(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
+    """`value` on the device of a module's weights; as it is if they are offloaded, for then a hook moves both."""
+    weight = next(module.parameters())
+    return value if weight.is_meta else value.to(weight.device)
+
+
 class DraftingMixin:
     """Makes a drafter model usable as `assistant_model=` and in `ready_hf.speculate`."""
 
@@ -161,7 +167,7 @@ class DraftSession:
     def _noise_embeds(self, anchors: torch.Tensor) -> torch.Tensor:
         masks = anchors.new_full((anchors.shape[0], self.block_size - 1), self._config.mask_token_id)
         ids = torch.cat([anchors, masks], dim=1)
-        return self._embedding(ids.to(next(self._embedding.parameters()).device))
+        return self._embedding(moved_to(self._embedding, ids))
 
     def _tokens(
         self, hidden_states: torch.Tensor, logits: torch.Tensor, context: DraftContext
