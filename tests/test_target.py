@@ -20,33 +20,6 @@ STATES = dict.fromkeys(FAMILIES, ("gated_delta_rule", (4, 16, 24))) | {
     "bamba": ("mamba2", (8, 12, 16)),
     "nemotron_h": ("mamba2", (8, 12, 16)),
 }
-SMALL = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
-REFUSED = {
-    "jamba": (
-        lambda: transformers.JambaConfig(
-            **SMALL, num_experts=2, num_experts_per_tok=1, mamba_d_state=4, mamba_dt_rank=4, attn_layer_period=2,
-            attn_layer_offset=1, use_mamba_kernels=False,
-        ),
-        "Mamba-1",
-    ),
-    "mamba": (
-        lambda: transformers.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, state_size=4),
-        "Mamba-1",
-    ),
-    "rwkv": (
-        lambda: transformers.RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2),
-        "does not know how to roll back",
-    ),
-    "minimax": (
-        lambda: transformers.MiniMaxConfig(
-            **SMALL, layer_types=["linear_attention", "full_attention"], head_dim=8, num_local_experts=2
-        ),
-        "does not know how to roll back",
-    ),
-}  # fmt: skip
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_recurrence = pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "bamba"])
 
