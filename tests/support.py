@@ -234,7 +234,7 @@ class StateCheck:
             if "mm_token_type_ids" in kwargs:
                 new = context.input_ids.shape[1] - 1 - kwargs["mm_token_type_ids"].shape[1]
                 kwargs["mm_token_type_ids"] = torch.nn.functional.pad(kwargs["mm_token_type_ids"], (0, new))
-            if context.attention_mask is not None:
+            if context.attention_mask is not None and not self.inputs:  # the positions of an image are its model's own
                 mask = context.attention_mask[:, :-1]
                 kwargs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
             fresh = fresh_states(self.twin, context.input_ids[:, :-1], **kwargs)
