@@ -19,9 +19,10 @@ import families_table
 import ready_hf
 from composites import COMPOSITES, SPECIAL_TOKENS, image_inputs
 from families import CONVOLUTIONS, FAMILIES, MORE_FAMILIES, REFUSED
-from ready_hf import UnsupportedTargetError
-from ready_hf.target import CACHE_NAME, RECURRENCES, check_target
-from support import StateCheck, drafter_for, image_target, partly_right, random_prompt, tiny_target
+from ready_hf import UnsupportedTargetError, recurrent_layers
+from ready_hf.features import FrozenTarget
+from ready_hf.target import CACHE_NAME, RECURRENCES, check_target, committed_states
+from support import StateCheck, cache_of, drafter_for, image_target, partly_right, random_prompt, tiny_target
 
 
 NEW_TOKENS, FEW_TOKENS = 32, 12
@@ -135,6 +136,22 @@ def test_positions_of_an_image_prompt_have_three_dimensions():
     this = case(f"qwen3_5{IMAGE}")
     _generate(this.model, this.inputs, 1)
     assert this.model.model.rope_deltas.tolist() == [[-3]], "2 x 3 tokens take as many positions as their longer side"
+
+
+@pytest.mark.parametrize("name", [*MORE_FAMILIES, f"nemotron_h_omni{IMAGE}"])
+def test_training_reads_the_states_and_logits_that_decoding_has(name):
+    model, ids, anchors = case(name).model, random_prompt(70, batch=2), torch.tensor([[2, 33], [5, 63]])
+    frozen = FrozenTarget(model, drafter_for(model).config)
+    batch = frozen.batch(ids, anchors)
+    for row, column in ((0, 0), (0, 1), (1, 1)):
+        with torch.no_grad():
+            cache = cache_of(model(ids[row : row + 1, : anchors[row, column]], use_cache=True))
+        want = committed_states(cache, recurrent_layers(model))[0]
+        got = batch.states.stack()[row, column]
+        assert float((got - want).norm() / want.norm()) <= WORST_STATE_ERROR
+    with torch.no_grad():
+        logits = model(ids).logits[0, 33:39]
+    assert torch.allclose(frozen.logits(batch.target_hidden_states[0, 1]), logits, atol=1e-4)
 
 
 @pytest.mark.lossless

@@ -29,6 +29,7 @@ from ready_hf.target import (
     observing_recurrence,
     recurrent_layers,
     state_views,
+    text_decoder,
 )
 
 
@@ -182,6 +183,6 @@ def _moved(value: Any, like: torch.Tensor) -> Any:
 
 def _decoder(model: PreTrainedModel, input_ids: torch.Tensor, start: int, use_cache: bool, cache: Any = None) -> Any:
     steps = torch.arange(start, start + input_ids.shape[1], device=input_ids.device)
-    decoder = model.get_decoder()
+    decoder = text_decoder(model)
     past = cache_argument(decoder, cache)
     return decoder(input_ids=input_ids, position_ids=steps.expand(len(input_ids), -1), use_cache=use_cache, **past)

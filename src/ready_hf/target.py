@@ -198,6 +198,12 @@ def check_cached_states(model: PreTrainedModel, layers: list[RecurrentLayer], ca
         raise UnsupportedTargetError(_unknown_recurrence(name, unknown))
 
 
+def text_decoder(model: PreTrainedModel) -> Any:
+    """The decoder of a text or composite model, without a head."""
+    decoder = model.get_decoder()  # of some composite models, a whole causal language model
+    return decoder if hasattr(decoder, "layers") or not hasattr(decoder, "get_decoder") else decoder.get_decoder()
+
+
 def output_head(model: PreTrainedModel) -> Any:
     """The layer that gives a target's logits, wherever a composite model keeps it; `None` without one."""
     heads = (getattr(holder, "get_output_embeddings", lambda: None)() for holder in (model, model.get_decoder()))

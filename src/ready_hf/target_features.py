@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ready_hf.target import UnsupportedTargetError, ensure_patched
+from ready_hf.target import UnsupportedTargetError, ensure_patched, text_decoder
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -21,11 +21,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     Raises:
         UnsupportedTargetError: the decoder does not call them `layers`.
     """
-    decoder = model.get_decoder()
-    # of some composite models it is a whole causal language model
-    if not hasattr(decoder, "layers") and hasattr(decoder, "get_decoder"):
-        decoder = decoder.get_decoder()
-    layers = getattr(decoder, "layers", None)
+    layers = getattr(text_decoder(model), "layers", None)
     if layers is None:
         raise UnsupportedTargetError(
             f"no decoder layers found in {type(model).__name__}: features are read from the `layers` of its decoder. "
