@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,6 +22,18 @@ import ready_hf
 
 
 pytest.register_assert_rewrite("support", "checks", "toys", "prefix_tree")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--families-table", type=Path, help="write what test_families.py found there and in the README")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--families-table")
+    if path is not None and not hasattr(config, "workerinput"):
+        from families_table import Collector
+
+        config.pluginmanager.register(Collector(path.absolute()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -26,106 +27,11 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation.streamers import BaseStreamer
 
 import ready_hf
+from composites import COMPOSITES
+from families import CONVOLUTIONS, FAMILIES, MORE_FAMILIES, VOCAB_SIZE
 from ready_hf import DraftContext, ReadyCandidateGenerator, ReadyDrafterConfig, ReadyDrafterModel
-from ready_hf.target import CACHE_NAME
-
-
-VOCAB_SIZE = 97
-LAYER_TYPES = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-BASE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-}
-NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-GATED_DELTA = {
-    "linear_conv_kernel_dim": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,  # K != V, so that a transposed state cannot pass
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
-MAMBA2 = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 12,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-}
-
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(
-        layer_types=LAYER_TYPES, head_dim=16, intermediate_size=96, **GATED_DELTA, **BASE, **NO_SPECIAL_TOKENS
-    ),
-    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(
-        layer_types=LAYER_TYPES, head_dim=16, **EXPERTS, **GATED_DELTA, **BASE, **NO_SPECIAL_TOKENS
-    ),
-    "qwen3_next": lambda: transformers.Qwen3NextConfig(
-        layer_types=LAYER_TYPES,
-        head_dim=16,
-        intermediate_size=96,
-        **EXPERTS,
-        **GATED_DELTA,
-        **BASE,
-        **NO_SPECIAL_TOKENS,
-    ),
-    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(
-        layer_types=LAYER_TYPES,
-        intermediate_size=96,
-        **{**GATED_DELTA, "linear_num_key_heads": 4},
-        **BASE,
-        **NO_SPECIAL_TOKENS,
-    ),
-    "kimi_linear": lambda: transformers.KimiLinearConfig(
-        layer_types=LAYER_TYPES,
-        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        n_shared_experts=1,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-        linear_head_dim=16,
-        linear_num_heads=4,
-        linear_conv_kernel_dim=4,
-        **{**BASE, "num_key_value_heads": 4},
-        **NO_SPECIAL_TOKENS,
-    ),
-    "bamba": lambda: transformers.BambaConfig(
-        attn_layer_indices=[2], intermediate_size=96, mamba_chunk_size=32, **MAMBA2, **BASE, **NO_SPECIAL_TOKENS
-    ),
-    "nemotron_h": lambda: transformers.NemotronHConfig(
-        layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention"],
-        ssm_state_size=12,
-        mamba_num_heads=8,
-        mamba_head_dim=16,
-        n_groups=2,
-        conv_kernel=4,
-        chunk_size=32,
-        head_dim=16,
-        n_routed_experts=4,
-        moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=32,
-        num_experts_per_tok=2,
-        intermediate_size=96,
-        **{k: v for k, v in BASE.items() if k != "num_hidden_layers"},
-        **NO_SPECIAL_TOKENS,
-    ),
-}
+from ready_hf.target import CACHE_NAME, cache_in
+from ready_hf.target import cache_argument as model_cache_argument
 
 
 def tiny_target(family: str, seed: int = 0) -> PreTrainedModel:
@@ -138,7 +44,26 @@ def tiny_target(family: str, seed: int = 0) -> PreTrainedModel:
 @functools.cache
 def _tiny_target(family: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval()
+    config = (FAMILIES | MORE_FAMILIES | CONVOLUTIONS)[family]()
+    return with_lively_weights(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed)
+
+
+def image_target(family: str, seed: int = 0) -> PreTrainedModel:
+    """A random image-and-text model around a recurrent one, float32."""
+    model = _image_target(family, seed)
+    ready_hf.ensure_patched(model)
+    return model
+
+
+@functools.cache
+def _image_target(family: str, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(COMPOSITES[family](), dtype=torch.float32)
+    return with_lively_weights(model, seed)
+
+
+def with_lively_weights(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Gives a model weights large enough that its logits are not flat, and no end-of-sequence token."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -150,7 +75,8 @@ def _tiny_target(family: str, seed: int) -> PreTrainedModel:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
         embedding = model.get_input_embeddings().weight
         embedding.copy_(torch.randn(embedding.shape, generator=generator))
-    return model
+    model.generation_config.eos_token_id = None  # qwen4_exp needs one in its configuration
+    return model.eval()
 
 
 def trained_target() -> PreTrainedModel:
@@ -176,7 +102,7 @@ def random_prompt(length: int, batch: int = 1, seed: int = 5, vocab_size: int = 
 
 def cache_of(outputs: Any) -> Any:
     """The cache of a model or `generate` output."""
-    return getattr(outputs, CACHE_NAME)
+    return cache_in(outputs)
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:
@@ -193,7 +119,7 @@ def states(cache: Any) -> dict[str, torch.Tensor]:
                 for i, state in getattr(layer, kind).items():
                     if state is not None:
                         found[f"{index}.{kind}.{i}"] = state.clone()
-        for kind in ("keys", "values"):
+        for kind in ("keys", "values", "indexer_keys", "indexer_position_ids"):
             if isinstance(getattr(layer, kind, None), torch.Tensor) and layer.get_seq_length():
                 found[f"{index}.{kind}"] = getattr(layer, kind).clone()
     return found
@@ -211,8 +137,9 @@ def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
     errors = []
     for name, reference in want.items():
         assert got[name].shape == reference.shape, (name, got[name].shape, reference.shape)
+        value, reference = got[name].float(), reference.float()  # some windows hold token ids
         norm = reference.norm()
-        errors.append(float((got[name] - reference).norm() / norm) if norm > 0 else float(got[name].norm()))
+        errors.append(float((value - reference).norm() / norm) if norm > 0 else float(value.norm()))
     return max(errors)
 
 
@@ -297,16 +224,19 @@ class StateCheck:
     The forward runs on a twin of the target, so that feature hooks of the call under test do not see it.
     """
 
-    def __init__(self, model: PreTrainedModel, every: int = 1):
-        self.twin = copy.deepcopy(model)
+    def __init__(self, model: PreTrainedModel, every: int = 1, inputs: dict[str, torch.Tensor] | None = None):
+        self.twin, self.inputs = copy.deepcopy(model), inputs or {}  # of the prompt, beside its ids: an image
         self.every, self.rounds, self.worst = every, 0, 0.0
 
     def __call__(self, context: DraftContext) -> None:
         if self.rounds % self.every == 0:
-            kwargs = {}
-            if context.attention_mask is not None:
+            kwargs = dict(self.inputs)
+            if "mm_token_type_ids" in kwargs:
+                new = context.input_ids.shape[1] - 1 - kwargs["mm_token_type_ids"].shape[1]
+                kwargs["mm_token_type_ids"] = torch.nn.functional.pad(kwargs["mm_token_type_ids"], (0, new))
+            if context.attention_mask is not None and not self.inputs:  # the positions of an image are its model's own
                 mask = context.attention_mask[:, :-1]
-                kwargs = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
+                kwargs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
             fresh = fresh_states(self.twin, context.input_ids[:, :-1], **kwargs)
             self.worst = max(self.worst, worst_error(states(context.cache), fresh))
         self.rounds += 1
@@ -368,7 +298,7 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
 def feed(model: PreTrainedModel, cache: Any, ids: torch.Tensor, start: int, stop: int, **kwargs: Any) -> Any:
     """A forward over tokens `start` .. `stop - 1` of `ids`, at these positions; `cache` has seen the earlier ones."""
     positions = torch.arange(start, stop).expand(ids.shape[0], -1)
-    inputs = {"position_ids": positions, "use_cache": True, **cache_argument(cache), **kwargs}
+    inputs = {"position_ids": positions, "use_cache": True, **model_cache_argument(model, cache), **kwargs}
     with torch.no_grad():
         return model(ids[:, start:stop], **inputs)
 

@@ -7,7 +7,8 @@ import torch
 from transformers import DynamicCache
 
 from ready_hf.block_records import Record
-from ready_hf.target import decoder_layers, recurrent_layers
+from ready_hf.target import recurrent_layers
+from ready_hf.target_features import decoder_layers
 from support import (
     FeatureCheck,
     RecordingCriterion,

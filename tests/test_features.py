@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ready_hf import FeatureCapture
-from ready_hf.target import decoder_layers
+from ready_hf.target_features import decoder_layers
 from support import FAMILIES, cache_of, feed, random_prompt, tiny_target
 
 

@@ -10,15 +10,10 @@ import torch
 import transformers
 
 import ready_hf
+from families import BASE, EXPERTS, FAMILIES, GATED_DELTA, LAYER_TYPES, NO_SPECIAL_TOKENS
 from ready_hf import fused_mixer, kernels, ops
 from ready_hf.target import GATED_DELTA_RULE, MixerCall, observing_recurrence, recurrent_layers
 from support import (
-    BASE,
-    EXPERTS,
-    FAMILIES,
-    GATED_DELTA,
-    LAYER_TYPES,
-    NO_SPECIAL_TOKENS,
     cache_argument,
     cache_of,
     partly_right,
@@ -41,38 +36,9 @@ def qwen3_next(key_heads):
     )
 
 
-MORE_FAMILIES = {
+HEAD_GROUPS = {
     "qwen3_next_one_key_head": lambda: qwen3_next(1),
     "qwen3_next_equal_heads": lambda: qwen3_next(4),
-    "lara_mini": lambda: transformers.LaraMiniConfig(
-        layer_types=["linear_attention", "sliding_attention", "full_attention", "linear_attention"],
-        sliding_window=4,
-        head_dim=16,
-        **EXPERTS,
-        **GATED_DELTA,
-        **BASE,
-        **NO_SPECIAL_TOKENS,
-    ),
-    "qwen4_exp": lambda: transformers.Qwen4ExpTextConfig(
-        layer_types=LAYER_TYPES,
-        head_dim=16,
-        output_gate_type="sigmoid",
-        hc_count=2,
-        hc_lowrank=16,
-        ple_layer_ids=[1, 2],  # counted from 1: two more convolution windows in the cache layers of mixers
-        ple_embed_dim=32,
-        heads_per_ngram=2,
-        ngram_vocab_size_base=50,
-        indexer_n_heads=2,
-        indexer_kv_heads=1,
-        indexer_head_dim=16,
-        indexer_budget=64,
-        indexer_compress_ratio=4,
-        **EXPERTS,
-        **GATED_DELTA,
-        **BASE,
-        **{**NO_SPECIAL_TOKENS, "eos_token_id": 1},
-    ),
 }
 has_lara_mini = hasattr(transformers, "LaraMiniConfig")
 LARA_MINI = pytest.param("lara_mini", marks=pytest.mark.skipif(not has_lara_mini, reason="not in transformers 5.17"))
@@ -82,7 +48,7 @@ KNOWN_FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", LARA_MINI, "qwen4_exp"
 @pytest.fixture(autouse=True)
 def more_families(monkeypatch):
     """For `tiny_target`."""
-    for name, config in MORE_FAMILIES.items():
+    for name, config in HEAD_GROUPS.items():
         monkeypatch.setitem(FAMILIES, name, config)
 
 

@@ -4,14 +4,14 @@ import copy
 import types
 
 import pytest
-import torch
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from families import SMALL
 from ready_hf import UnsupportedTargetError, recurrent_layers
-from ready_hf.target import RECURRENCES, check_target
-from support import FAMILIES, VOCAB_SIZE, cache_of, feed, k_right, random_prompt, tiny_target
+from ready_hf.target import check_target
+from support import FAMILIES, VOCAB_SIZE, cache_of, feed, random_prompt, tiny_target
 
 
 LAYERS = {family: [0, 1, 3] for family in FAMILIES} | {"nemotron_h": [0, 3]}
@@ -20,33 +20,6 @@ STATES = dict.fromkeys(FAMILIES, ("gated_delta_rule", (4, 16, 24))) | {
     "bamba": ("mamba2", (8, 12, 16)),
     "nemotron_h": ("mamba2", (8, 12, 16)),
 }
-SMALL = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
-REFUSED = {
-    "jamba": (
-        lambda: transformers.JambaConfig(
-            **SMALL, num_experts=2, num_experts_per_tok=1, mamba_d_state=4, mamba_dt_rank=4, attn_layer_period=2,
-            attn_layer_offset=1, use_mamba_kernels=False,
-        ),
-        "Mamba-1",
-    ),
-    "mamba": (
-        lambda: transformers.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, state_size=4),
-        "Mamba-1",
-    ),
-    "rwkv": (
-        lambda: transformers.RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2),
-        "does not know how to roll back",
-    ),
-    "minimax": (
-        lambda: transformers.MiniMaxConfig(
-            **SMALL, layer_types=["linear_attention", "full_attention"], head_dim=8, num_local_experts=2
-        ),
-        "does not know how to roll back",
-    ),
-}  # fmt: skip
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_recurrence = pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "bamba"])
 
@@ -94,30 +67,7 @@ def test_a_pure_attention_model_has_no_recurrent_layers():
     assert check_target(model) == []
 
 
-@pytest.mark.lossless
-def test_short_convolution_models_are_accepted():
-    torch.manual_seed(0)
-    config = transformers.Lfm2Config(
-        **SMALL | {"num_hidden_layers": 3}, layer_types=["conv", "full_attention", "conv"], eos_token_id=None
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    assert check_target(model) == []
-    plain = model.generate(random_prompt(3), max_new_tokens=24, do_sample=False)
-    drafted = model.generate(random_prompt(3), max_new_tokens=24, do_sample=False, assistant_model=k_right(plain, 3))
-    assert torch.equal(drafted, plain)
-
-
 # refused
-
-
-@pytest.mark.parametrize("family", REFUSED)
-def test_unsupported_families_are_refused_by_name_with_the_supported_recurrences(family):
-    config, reason = REFUSED[family]
-    model = AutoModelForCausalLM.from_config(config())
-    with pytest.raises(UnsupportedTargetError, match=reason) as error:
-        check_target(model)
-    assert f"model type '{family}'" in str(error.value)
-    assert all(recurrence.name in str(error.value) for recurrence in RECURRENCES)
 
 
 def test_encoder_decoder_models_are_refused_by_name():

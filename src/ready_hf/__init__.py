@@ -23,7 +23,8 @@ from ready_hf.outputs import SpeculativeDecodingOutput
 from ready_hf.rollback import Rollback
 from ready_hf.shipped import small_drafter_path, small_target_path
 from ready_hf.statistics import DecodingStats, record_stats
-from ready_hf.target import FeatureCapture, UnsupportedTargetError, ensure_patched, recurrent_layers
+from ready_hf.target import UnsupportedTargetError, ensure_patched, recurrent_layers
+from ready_hf.target_features import FeatureCapture
 
 
 __version__ = "0.1.0.dev0"

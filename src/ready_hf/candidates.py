@@ -17,7 +17,8 @@ from transformers.cache_utils import Cache
 from transformers.generation import logits_process
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
-from ready_hf.target import CACHE_NAME, FeatureCapture
+from ready_hf.target import cache_in
+from ready_hf.target_features import FeatureCapture
 
 
 SAMPLING_WARPERS = (
@@ -181,7 +182,7 @@ class ReadyCandidateGenerator(CandidateGenerator):
             self._collect(None)
         context = DraftContext(
             input_ids=input_ids,
-            cache=model_kwargs[CACHE_NAME],
+            cache=cache_in(model_kwargs),
             features=self._taken_features(),
             attention_mask=model_kwargs.get("attention_mask"),
             num_drafts=min(self.drafter.block_size, num_drafts),

@@ -21,13 +21,15 @@ from transformers import PreTrainedModel
 from ready_hf.anchor_states import AnchorStates, ChunkScan
 from ready_hf.kernels.reference import interval_decays
 from ready_hf.target import (
-    CACHE_NAME,
     GATED_DELTA_RULE,
     RecurrenceCall,
     RecurrentLayer,
+    cache_argument,
+    cache_in,
     observing_recurrence,
     recurrent_layers,
     state_views,
+    text_decoder,
 )
 
 
@@ -166,7 +168,7 @@ def _by_stretches(
     parts, cache = [], None
     for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
         outputs = _decoder(model, input_ids[:, start:stop], start, use_cache=True, cache=cache)
-        cache = getattr(outputs, CACHE_NAME)
+        cache = cache_in(outputs)
         parts.append(_moved(outputs.last_hidden_state, input_ids))
         rows, columns = (positions == stop).nonzero(as_tuple=True)
         for states, state in zip(found, state_views(cache, layers), strict=True):
@@ -181,7 +183,6 @@ def _moved(value: Any, like: torch.Tensor) -> Any:
 
 def _decoder(model: PreTrainedModel, input_ids: torch.Tensor, start: int, use_cache: bool, cache: Any = None) -> Any:
     steps = torch.arange(start, start + input_ids.shape[1], device=input_ids.device)
-    inputs = {} if cache is None else {CACHE_NAME: cache}
-    return model.get_decoder()(
-        input_ids=input_ids, position_ids=steps.expand(len(input_ids), -1), use_cache=use_cache, **inputs
-    )
+    decoder = text_decoder(model)
+    past = cache_argument(decoder, cache)
+    return decoder(input_ids=input_ids, position_ids=steps.expand(len(input_ids), -1), use_cache=use_cache, **past)

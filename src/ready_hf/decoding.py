@@ -27,7 +27,7 @@ from ready_hf.ops import takes, uses_kernels
 from ready_hf.outputs import Transcript
 from ready_hf.rollback import Rollback, check_cache
 from ready_hf.statistics import CallStats
-from ready_hf.target import CACHE_NAME, check_target, ensure_patched
+from ready_hf.target import cache_in, check_cached_states, check_target, ensure_patched
 
 
 logger = logging.getLogger(__name__)
@@ -74,12 +74,12 @@ def speculative_decoding(
 
     Raises:
         UnsupportedTargetError, ValueError: before any compute, if the target, its cache or an option cannot be decoded
-        exactly.
+        exactly; after the prompt, if an unknown recurrence shows only in the cache.
         RuntimeError: before any compute, if Triton kernels are forced and cannot run.
     """
     check_options({**vars(generation_config), "num_assistant_tokens": num_assistant_tokens}.get)
-    check_target(model)
-    check_cache(model_kwargs.get(CACHE_NAME))
+    layers = check_target(model)
+    check_cache(cache_in(model_kwargs))
     if uses_kernels(model.device):  # raises if they are forced and cannot run, or not in this dtype
         takes(model.dtype)
     ensure_patched(model)
@@ -108,8 +108,9 @@ def speculative_decoding(
 
         with call.timing("prefill"), _reading_target(generator):
             outputs = model._prefill(input_ids, generation_config, model_kwargs)
-        rollback = Rollback(getattr(outputs, CACHE_NAME, None))
+        rollback = Rollback(cache_in(outputs))
         stack.callback(rollback.close)
+        check_cached_states(model, layers, rollback.cache)
         sequences.transcript.add_prefill(outputs)
         logits = _last_logits(outputs, 1, input_ids)
         for column in verified_columns(

@@ -19,7 +19,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ready_hf.candidates import DraftContext, ReadyCandidateGenerator, choose_drafts
 from ready_hf.configuration_ready import ReadyDrafterConfig
-from ready_hf.target import committed_states, recurrent_layers, state_views
+from ready_hf.target import committed_states, output_head, recurrent_layers, state_views
 
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class DraftSession:
         self.target_layer_ids = list(config.target_layer_ids or ())
         self._drafter, self._config = drafter, config
         self._embedding: nn.Module = target.get_input_embeddings()
-        self._head: nn.Module = target.get_output_embeddings()
+        self._head: Any = output_head(target)
         by_index = {layer.layer_idx: layer for layer in recurrent_layers(target)}
         self._state_layers = [by_index[i] for i in config.state_layer_ids or ()]
         self._threshold = config.confidence_threshold

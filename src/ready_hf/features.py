@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 from ready_hf.anchor_states import AnchorStates
 from ready_hf.chunk_states import forward_with_states
 from ready_hf.configuration_ready import ReadyDrafterConfig
-from ready_hf.target import FeatureCapture, UnsupportedTargetError, recurrent_layers
+from ready_hf.target import UnsupportedTargetError, output_head, recurrent_layers
+from ready_hf.target_features import FeatureCapture
 
 
 @dataclass
@@ -91,7 +92,7 @@ class FrozenTarget:
 
     def __init__(self, target: PreTrainedModel, config: ReadyDrafterConfig):
         config.check_target(target)
-        if any(parameter.is_meta for parameter in target.get_output_embeddings().parameters()):
+        if any(parameter.is_meta for parameter in output_head(target).parameters()):
             raise ValueError(
                 "the `device_map` left the target's output head without a device of its own (`cpu` beside GPUs, or "
                 "`disk`), and the drafter's gradients go through it: place it, mostly `lm_head`, on a GPU"
@@ -104,13 +105,13 @@ class FrozenTarget:
     @property
     def head(self) -> FrozenHead:
         """The target's output head, for the drafter's logits."""
-        return FrozenHead(self.target.get_output_embeddings())
+        return FrozenHead(output_head(self.target))
 
     @torch.no_grad()
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The target's logits `[..., V]` in float32, from its last hidden states `[..., d]`."""
         with torch.autocast(hidden_states.device.type, enabled=False):
-            logits = self.target.get_output_embeddings()(hidden_states).float().to(hidden_states.device)
+            logits = output_head(self.target)(hidden_states).float().to(hidden_states.device)
         return logits if self._logit_scale is None else logits * self._logit_scale
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ready_hf.candidates import DraftContext, Drafter, ReadyCandidateGenerator
-from ready_hf.target import CACHE_NAME
+from ready_hf.target import cache_in
 
 
 CacheCheck = Callable[[torch.Tensor, Cache], None]
@@ -86,7 +86,7 @@ class _ObservedGenerator(CandidateGenerator):
         return getattr(self.__dict__["inner"], name)
 
     def get_candidates(self, input_ids: Any, **context: Any) -> Any:
-        self.check(input_ids[:, :-1], context["model_kwargs"][CACHE_NAME])
+        self.check(input_ids[:, :-1], cache_in(context["model_kwargs"]))
         return self.inner.get_candidates(input_ids, **(context if self.inner.requires_model_outputs else {}))
 
     def update_candidate_strategy(self, input_ids: Any, scores: Any, num_matches: int) -> Any:

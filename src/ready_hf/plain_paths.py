@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from ready_hf.target import CACHE_NAME
+from ready_hf.target import cache_argument, cache_in
 
 
 Snapshot = dict[str, torch.Tensor]
@@ -63,7 +63,7 @@ class PlainPath:
         if is_prefix and length in self._fresh:
             return self._fresh[length]
         with torch.no_grad():
-            found = snapshot(getattr(self.model(ids, use_cache=True), CACHE_NAME))
+            found = snapshot(cache_in(self.model(ids, use_cache=True)))
         if is_prefix:
             self._fresh[length] = found
         return found
@@ -90,9 +90,9 @@ class PlainPath:
         cache, start = None, 0
         for length in range(self.prompt_length, stop + 1):
             positions = torch.arange(start, length, device=self.ids.device)[None]
-            past: dict[str, Any] = {} if cache is None else {CACHE_NAME: cache}
+            past = cache_argument(self.model, cache)
             output = self.model(self.ids[:, start:length], position_ids=positions, use_cache=True, **past)
-            cache, start = getattr(output, CACHE_NAME), length
+            cache, start = cache_in(output), length
             yield length, cache, output.logits[0, -1].float()
 
 

@@ -113,6 +113,8 @@ class Rollback:
         self._record: Record | None = None
         self._past_recorders: list[Any] = []
         self._lengths_before: dict[int, int] = {}
+        self._indexers_before: dict[int, dict[str, Any]] = {}
+        self._positions_before: torch.Tensor | None = None
         self._originals: dict[int, Any] = {}
         if any(isinstance(layer, RollbackLayer) for layer in self.cache.layers):
             raise RuntimeError("this cache is in use by another drafted call; every call needs a cache of its own")
@@ -181,6 +183,7 @@ class Rollback:
         except BaseException:
             self.abort()
             raise
+        self._set_positions(longest)
         self._finish()
         return shift
 
@@ -193,6 +196,8 @@ class Rollback:
                 layer.abort()
             if index in self._lengths_before:
                 _cut_keys_and_values(layer, layer.get_seq_length() - self._lengths_before[index])
+            vars(layer).update(self._indexers_before.get(index, {}))
+        self._set_positions(0)
         self._finish()
 
     def close(self) -> None:
@@ -229,15 +234,22 @@ class Rollback:
         output, layer._records[0], layer.conv_states[0] = found
         return output
 
+    def _set_positions(self, keep: int) -> None:
+        """Cuts the positions that qwen4_exp keeps beside the layers in transformers 5.17."""
+        if self._positions_before is not None:
+            length = self._positions_before.shape[-1] + keep
+            vars(self.cache)["position_ids"] = vars(self.cache)["position_ids"][..., :length]
+
     def _start_past_recording(self) -> None:
+        self._positions_before = vars(self.cache).get("position_ids")
         for index, layer in enumerate(self.cache.layers):
             if getattr(layer, "record_past", True) is False:
                 layer.record_past = True
                 self._past_recorders.append(layer)
             if _holds_keys(layer):
-                self._lengths_before[index] = int(
-                    layer.get_seq_length()
-                )  # a static layer hands out its counter itself
+                # a static layer hands out its counter itself
+                self._lengths_before[index] = int(layer.get_seq_length())
+                self._indexers_before[index] = _indexer(layer)
 
     def _check_records(self) -> None:
         for layer in self.cache.layers:
@@ -249,6 +261,8 @@ class Rollback:
             layer.record_past = False
         self._past_recorders.clear()
         self._lengths_before.clear()
+        self._indexers_before.clear()
+        self._positions_before = None
         for layer in self.cache.layers:
             if isinstance(layer, RollbackLayer):
                 layer._records.clear()
@@ -346,15 +360,28 @@ def _holds_keys(layer: Any) -> bool:
     return isinstance(layer, CacheLayerMixin) and bool(layer.is_initialized)
 
 
+def _indexer(layer: Any) -> dict[str, Any]:
+    """What a layer of indexed attention keeps beside keys and values, which a failing forward may leave longer."""
+    names = ("indexer_keys", "indexer_position_ids", "indexer_cumulative_length")
+    found = {name: vars(layer)[name] for name in names if name in vars(layer)}
+    if isinstance(found.get("indexer_cumulative_length"), torch.Tensor):  # a counter that is changed in place
+        found["indexer_cumulative_length"] = found["indexer_cumulative_length"].clone()
+    return found
+
+
 def _cut_keys_and_values(layer: Any, tokens: int) -> None:
     """Removes the last `tokens` positions; with 0, sliding layers still shrink back to their window."""
-    if _holds_keys(layer):
-        _attention_class(type(layer)).crop(layer, -tokens)  # type: ignore[arg-type, attr-defined]
+    if not _holds_keys(layer):
+        return
+    positions = getattr(layer, "indexer_position_ids", None)
+    _attention_class(type(layer)).crop(layer, -tokens)  # type: ignore[arg-type, attr-defined]
+    if positions is not None and tokens and layer.indexer_position_ids is positions:  # static layers leave them
+        layer.indexer_position_ids = positions[..., :-tokens]
 
 
 def _check_alignable(cache: Cache) -> None:
     for layer in cache.layers:
-        if _holds_keys(layer) and (not isinstance(layer, DynamicLayer) or layer.is_sliding):
+        if _holds_keys(layer) and (not isinstance(layer, DynamicLayer) or layer.is_sliding or _indexer(layer)):
             raise UnsupportedTargetError(f"{type(layer).__name__} cannot keep a different number of tokens per row")
 
 

@@ -39,6 +39,25 @@ from transformers.utils.import_utils import is_flash_linear_attention_available,
 CACHE_NAME = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
 
 
+def cache_in(holder: Any) -> Any:
+    """The cache among a model's outputs or keyword arguments; `None` without one.
+
+    Args:
+        holder (`ModelOutput` or `dict`): Where transformers has put it: in 5.17, pure Mamba models have a name of
+            their own for it.
+    """
+    get = holder.get if isinstance(holder, dict) else functools.partial(getattr, holder)
+    return next((get(name, None) for name in (CACHE_NAME, "cache_params") if get(name, None) is not None), None)
+
+
+def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """A cache as a keyword argument of a model's forward; none without a cache."""
+    if cache is None:
+        return {}
+    names = inspect.signature(model.forward).parameters
+    return {"cache_params" if CACHE_NAME not in names and "cache_params" in names else CACHE_NAME: cache}
+
+
 @dataclass(frozen=True)
 class Recurrence:
     """One family of recurrent layers, named by the module-level functions its mixers call.
@@ -146,17 +165,49 @@ def check_target(model: PreTrainedModel) -> list[RecurrentLayer]:
             "a drafter."
         )
     layers = recurrent_layers(model)
+    known = {layer.layer_idx for layer in layers}
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
-    is_stateful = getattr(model, "_is_stateful", False) or "linear_attention" in layer_types
-    if is_stateful and not layers and not _is_conv_only(model):
-        raise UnsupportedTargetError(
-            f"{name} keeps a recurrent state that ready_hf does not know how to roll back (transformers "
-            f"{transformers_version}). Supported recurrences: {_supported()}. Call `generate` without a drafter, or "
-            "open an issue naming this model."
-        )
+    unknown = [i for i, kind in enumerate(layer_types) if kind == "linear_attention" and i not in known]
+    is_stateful = getattr(model, "_is_stateful", False) and not layers and not _is_conv_only(model)
+    if is_stateful or unknown:
+        raise UnsupportedTargetError(_unknown_recurrence(name, unknown))
     for layer in layers:
         _refuse_replaced_forward(name, layer)
     return layers
+
+
+def check_cached_states(model: PreTrainedModel, layers: list[RecurrentLayer], cache: Cache) -> None:
+    """Refuses a target that has put recurrent states into its cache where no recurrent layer was found.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        layers (`list[RecurrentLayer]`): Its recurrent layers.
+        cache (`Cache`): Its cache, which has seen the prompt.
+
+    Raises:
+        UnsupportedTargetError: naming the model and the layers.
+    """
+    known = {layer.layer_idx for layer in layers}
+    unknown = [
+        i
+        for i, layer in enumerate(cache.layers)
+        if any(getattr(layer, "is_recurrent_states_initialized", {}).values()) and i not in known
+    ]
+    if unknown:
+        name = f"{type(model).__name__} (model type {model.config.model_type!r})"
+        raise UnsupportedTargetError(_unknown_recurrence(name, unknown))
+
+
+def text_decoder(model: PreTrainedModel) -> Any:
+    """The decoder of a text or composite model, without a head."""
+    decoder = model.get_decoder()  # of some composite models, a whole causal language model
+    return decoder if hasattr(decoder, "layers") or not hasattr(decoder, "get_decoder") else decoder.get_decoder()
+
+
+def output_head(model: PreTrainedModel) -> Any:
+    """The layer that gives a target's logits, wherever a composite model keeps it; `None` without one."""
+    heads = (getattr(holder, "get_output_embeddings", lambda: None)() for holder in (model, model.get_decoder()))
+    return next((head for head in heads if head is not None), None)
 
 
 def committed_states(cache: Cache, layers: list[RecurrentLayer]) -> torch.Tensor:
@@ -323,71 +374,6 @@ def is_untouched(mixer: nn.Module, recurrence: Recurrence) -> bool:
     return True
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of a text or composite model.
-
-    Raises:
-        UnsupportedTargetError: the decoder does not call them `layers`.
-    """
-    layers = getattr(model.get_decoder(), "layers", None)
-    if layers is None:
-        raise UnsupportedTargetError(
-            f"no decoder layers found in {type(model).__name__}: features are read from the `layers` of its decoder. "
-            "Use a drafter that reads none."
-        )
-    return layers
-
-
-class FeatureCapture:
-    """Collects the outputs of chosen decoder layers, for the thread that made it, while active and until closed.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        target_layer_ids (`list[int]`): Indices of decoder layers whose output is read (0 is the first layer).
-
-    Raises:
-        ValueError: an index beyond the last layer.
-    """
-
-    def __init__(self, model: PreTrainedModel, target_layer_ids: list[int]):
-        layers = decoder_layers(model)
-        wrong = [i for i in target_layer_ids if not 0 <= i < len(layers)]
-        if wrong:
-            raise ValueError(
-                f"`target_layer_ids` {wrong} are not decoder layers of {type(model).__name__}: allowed are "
-                f"0..{len(layers) - 1}"
-            )
-        ensure_patched(model)
-        self.is_active = True
-        self._thread_id = threading.get_ident()
-        self._chunks: dict[int, list[torch.Tensor]] = {i: [] for i in target_layer_ids}
-        self._handles = [layers[i].register_forward_hook(functools.partial(self._collect, i)) for i in self._chunks]
-
-    def _collect(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        if self.is_active and threading.get_ident() == self._thread_id:
-            self._chunks[index].append(output[0] if isinstance(output, tuple) else output)
-
-    def take(self, length: int | None = None) -> dict[int, torch.Tensor]:
-        """Hands over what came since the last call: `{layer id: [B, T, hidden]}`, cut to the first `length` tokens."""
-        taken = {i: torch.cat(chunks, dim=1)[:, :length] for i, chunks in self._chunks.items() if chunks}
-        for chunks in self._chunks.values():
-            chunks.clear()
-        return taken
-
-    def close(self) -> None:
-        """Removes the hooks and drops what was collected."""
-        for handle in self._handles:
-            handle.remove()
-        for chunks in self._chunks.values():
-            chunks.clear()
-
-    def __enter__(self) -> "FeatureCapture":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
 def _patch(module: ModuleType, name: str, recurrence: Recurrence | None = None) -> None:
     original = getattr(module, name, None)
     if original is None or original is _patched_functions.get((module, name), (None, None))[0]:
@@ -479,6 +465,15 @@ def _is_conv_only(model: PreTrainedModel) -> bool:
     """Short-convolution hybrids (lfm2): a window of inputs, which the stock cache rolls back exactly."""
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
     return "conv" in layer_types and set(layer_types) <= {"conv", "full_attention", "sliding_attention"}
+
+
+def _unknown_recurrence(name: str, layer_ids: list[int]) -> str:
+    where = f" in layers {layer_ids}" if layer_ids else ""
+    return (
+        f"{name} keeps a recurrent state{where} that ready_hf does not know how to roll back (transformers "
+        f"{transformers_version}). Supported recurrences: {_supported()}. Call `generate` without a drafter, or "
+        "open an issue naming this model."
+    )
 
 
 def _refuse_replaced_forward(name: str, layer: RecurrentLayer) -> None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from ready_hf.target import UnsupportedTargetError, check_target, decoder_layers
+from ready_hf.target import UnsupportedTargetError, check_target, output_head
+from ready_hf.target_features import decoder_layers
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def target_shape(target: PreTrainedModel | PreTrainedConfig) -> TargetShape:
     if getattr(target, "is_ready_drafter", False):
         raise TypeError(f"expected a target, got {type(target).__name__}, which is a drafter: are the two swapped?")
     layers = check_target(target)
-    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    embedding, head = target.get_input_embeddings(), output_head(target)
     if embedding is None or head is None:
         raise UnsupportedTargetError(
             f"{type(target).__name__} (model type {target.config.model_type!r}) has no output head: a drafter shares "
@@ -91,11 +92,12 @@ def special_token_ids(config: PreTrainedConfig) -> dict[str, Any]:
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     text = config.get_text_config(decoder=True)
     last_error: Exception | None = None
-    for candidate in (config, text):
+    ways = ((AutoModelForCausalLM, config), (AutoModelForCausalLM, text), (AutoModelForImageTextToText, config))
+    for auto_class, candidate in ways:
         try:
             with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(candidate)
-        except ValueError as error:  # no causal language model is registered for this configuration
+                return auto_class.from_config(candidate)
+        except ValueError as error:  # no such model is registered for this configuration
             last_error = error
     raise UnsupportedTargetError(
         f"no causal language model belongs to a configuration of model type {config.model_type!r}"

@@ -29,7 +29,7 @@ from ready_hf.forced_drafts import ForcedDrafter, ObservedDrafter
 from ready_hf.intervals import finite
 from ready_hf.plain_paths import NearTie, PlainPath, cache_error
 from ready_hf.statistics import Round
-from ready_hf.target import CACHE_NAME, check_target
+from ready_hf.target import cache_in, check_target
 
 
 FLOAT32_BOUND = 1e-5
@@ -217,7 +217,7 @@ def drafted_run(path: PlainPath, name: str, drafter: Drafter, prompt: int) -> tu
         do_sample=False,
         return_dict_in_generate=True,
     )
-    check(output.sequences[:, :-1], getattr(output, CACHE_NAME))
+    check(output.sequences[:, :-1], cache_in(output))
     got, want = output.sequences[0].tolist(), path.ids[0].tolist()
     if got == want:
         return DraftedRun(name, prompt, output.stats.rounds, worst), output.stats.log

@@ -1,0 +1,221 @@
+"""Every family of targets: exact, or refused by name. The README's table is made from a run of this file:
+
+    python -m pytest tests/test_families.py --families-table docs/families.json
+
+Random targets may fall into loops, which hide a broken rollback; so committed states are compared too, and the control
+shows for every family that they are wrong without it.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import families_table
+import ready_hf
+from composites import COMPOSITES, SPECIAL_TOKENS, image_inputs
+from families import CONVOLUTIONS, FAMILIES, MORE_FAMILIES, REFUSED
+from ready_hf import UnsupportedTargetError, recurrent_layers
+from ready_hf.features import FrozenTarget
+from ready_hf.target import CACHE_NAME, RECURRENCES, check_target, committed_states
+from support import StateCheck, cache_of, drafter_for, image_target, partly_right, random_prompt, tiny_target
+
+
+NEW_TOKENS, FEW_TOKENS = 32, 12
+WORST_STATE_ERROR = 1e-5
+IMAGE = " with an image"
+RECURRENT = [*FAMILIES, *MORE_FAMILIES]
+EXACT = [*RECURRENT, *CONVOLUTIONS, *(f"{family}{IMAGE}" for family in COMPOSITES)]
+IN_GRID = [*RECURRENT, *CONVOLUTIONS, f"qwen3_5{IMAGE}"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model, the inputs of one `generate` call, and what plain decoding makes of them."""
+
+    model: PreTrainedModel
+    inputs: dict[str, torch.Tensor]
+    reference: torch.Tensor  # ids [1, L + NEW_TOKENS]
+
+    def is_exact(self, drafter: Any, max_new_tokens: int = NEW_TOKENS, **options: Any) -> bool:
+        """Whether drafted decoding gives the ids of plain decoding."""
+        ids = _generate(self.model, self.inputs, max_new_tokens, assistant_model=drafter, **options)
+        length = self.inputs["input_ids"].shape[1] + max_new_tokens
+        return torch.equal(ids, self.reference[:, :length])
+
+    def state_check(self, every: int = 1) -> StateCheck:
+        return StateCheck(self.model, every, {name: x for name, x in self.inputs.items() if name != "input_ids"})
+
+
+def _generate(model: Any, inputs: dict[str, torch.Tensor], max_new_tokens: int, **options: Any) -> torch.Tensor:
+    options |= {"suppress_tokens": SPECIAL_TOKENS, "do_sample": False, "max_new_tokens": max_new_tokens}
+    return model.generate(**inputs, **options)
+
+
+@functools.cache
+def case(name: str) -> Case:
+    """The case of a family; skips the test if this transformers does not have it."""
+    family, has_image = name.removesuffix(IMAGE), name.endswith(IMAGE)
+    try:
+        # the text model of glm5_next has no head of its own
+        model = image_target(family) if has_image or family == "glm5_next" else tiny_target(family)
+    except AttributeError as error:
+        if "module transformers has no attribute" not in str(error):
+            raise
+        pytest.skip(f"{families_table.ABSENT} {transformers.__version__}")
+    inputs = image_inputs(family) if has_image else {"input_ids": random_prompt(12)}
+    return Case(model, inputs, _generate(model, inputs, NEW_TOKENS))
+
+
+@pytest.fixture
+def told(record_property):
+    """Tells the table what a passed test says of a family."""
+
+    def tell(name: str, tested: str, **facts: str) -> None:
+        record_property("family", {"name": name, "tested": tested, **facts})
+
+    return tell
+
+
+# exact
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("name", EXACT)
+def test_half_right_drafts_change_neither_ids_nor_states(name, told):
+    this = case(name)
+    drafter = partly_right(this.reference, 0.5)
+    drafter.check = check = this.state_check(every=3)
+    assert this.is_exact(drafter)
+    assert check.worst <= WORST_STATE_ERROR
+    layers = check_target(this.model)
+    recurrence = layers[0].recurrence.name if layers else "convolutions"
+    told(name, "ids, states", recurrence=recurrence, model=type(this.model).__name__, status="exact")
+
+
+@pytest.mark.slow
+@pytest.mark.lossless
+@pytest.mark.parametrize("block_size", [4, 8, 16])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.85, 1.0])
+@pytest.mark.parametrize("name", IN_GRID)
+def test_ids_and_states_at_every_block_length_and_share_of_right_drafts(name, share, block_size, told):
+    this = case(name)
+    drafter = partly_right(this.reference, share, block_size)
+    drafter.check = check = this.state_check(every=16 if share == 0 else 6)
+    assert this.is_exact(drafter)
+    assert check.rounds >= NEW_TOKENS // (block_size + 1)
+    assert check.worst <= WORST_STATE_ERROR
+    told(name, "grid")
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("name", EXACT)
+def test_drafters_and_prompt_lookup_change_no_ids(name, told):
+    this, has_states = case(name), not name.startswith(tuple(CONVOLUTIONS))
+    if not has_states:
+        with pytest.raises(UnsupportedTargetError, match=r"no recurrent state.*`reader=False`"):
+            drafter_for(this.model)
+    drafter = drafter_for(this.model, reader=has_states, mask_token_id=1)
+    assert this.is_exact(drafter, FEW_TOKENS)
+    assert this.is_exact(ready_hf.PromptLookupDrafter(4), FEW_TOKENS)
+    told(name, "ReaDy, lookup" if has_states else "DSpark, lookup")
+
+
+@pytest.mark.parametrize("name", [f"{family}{IMAGE}" for family in COMPOSITES])
+def test_the_image_is_seen(name):
+    this = case(name)
+    other = this.inputs | {"pixel_values": -this.inputs["pixel_values"]}
+    assert not torch.equal(_generate(this.model, other, FEW_TOKENS), this.reference[:, : 14 + FEW_TOKENS])
+
+
+def test_positions_of_an_image_prompt_have_three_dimensions():
+    this = case(f"qwen3_5{IMAGE}")
+    _generate(this.model, this.inputs, 1)
+    assert this.model.model.rope_deltas.tolist() == [[-3]], "2 x 3 tokens take as many positions as their longer side"
+
+
+@pytest.mark.parametrize("name", [*MORE_FAMILIES, f"nemotron_h_omni{IMAGE}"])
+def test_training_reads_the_states_and_logits_that_decoding_has(name):
+    model, ids, anchors = case(name).model, random_prompt(70, batch=2), torch.tensor([[2, 33], [5, 63]])
+    frozen = FrozenTarget(model, drafter_for(model).config)
+    batch = frozen.batch(ids, anchors)
+    for row, column in ((0, 0), (0, 1), (1, 1)):
+        with torch.no_grad():
+            cache = cache_of(model(ids[row : row + 1, : anchors[row, column]], use_cache=True))
+        want = committed_states(cache, recurrent_layers(model))[0]
+        got = batch.states.stack()[row, column]
+        assert float((got - want).norm() / want.norm()) <= WORST_STATE_ERROR
+    with torch.no_grad():
+        logits = model(ids).logits[0, 33:39]
+    assert torch.allclose(frozen.logits(batch.target_hidden_states[0, 1]), logits, atol=1e-4)
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("name", RECURRENT)
+def test_negative_control_without_rollback_the_states_are_wrong(name, monkeypatch):
+    this = case(name)
+    monkeypatch.setattr("ready_hf.rollback._commit_states", lambda layers, keep, length: None)
+    drafter = partly_right(this.reference, 0.5)
+    drafter.check = check = this.state_check(every=3)
+    this.is_exact(drafter, FEW_TOKENS)
+    assert check.worst > 1000 * WORST_STATE_ERROR
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen4_exp"])
+def test_a_cache_of_fixed_length(name):
+    this = case(name)
+    if CACHE_NAME != "cache":
+        pytest.skip("hybrid targets take no static cache before transformers 5.24")
+    drafter = partly_right(this.reference, 0.5)
+    assert this.is_exact(drafter, cache_implementation="static")
+
+
+# refused
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name_with_the_supported_recurrences(name, told):
+    config, reason = REFUSED[name]
+    with torch.device("meta"):  # nothing can be computed
+        model = AutoModelForCausalLM.from_config(config())
+    with pytest.raises(UnsupportedTargetError, match=reason) as error:
+        check_target(model)
+    assert f"model type '{name}'" in str(error.value)
+    assert all(recurrence.name in str(error.value) for recurrence in RECURRENCES)
+    assert "without a drafter" in str(error.value)
+    recurrence = "Mamba-1" if reason == "Mamba-1" else "unknown"
+    told(name, "refusal", recurrence=recurrence, model=type(model).__name__, status="refused")
+
+
+@pytest.mark.parametrize("name", ["mamba", "zaya"])
+def test_generate_refuses_before_any_forward(name, monkeypatch):
+    model = AutoModelForCausalLM.from_config(REFUSED[name][0]())
+    monkeypatch.setattr(type(model), "forward", lambda *args, **kwargs: pytest.fail("a forward ran"))
+    with pytest.raises(UnsupportedTargetError, match=f"'{name}'"):
+        model.generate(random_prompt(5), assistant_model=ready_hf.PromptLookupDrafter(4), max_new_tokens=8)
+
+
+def test_one_unknown_layer_among_known_ones_is_refused(monkeypatch):
+    model = case("qwen3_5").model
+    find, strangers = ready_hf.target._recurrence_of, iter([True, False, False])  # of three mixers, the first
+
+    def found(module_class):
+        recurrence = find(module_class)
+        return None if recurrence is None or next(strangers) else recurrence
+
+    monkeypatch.setattr("ready_hf.target._recurrence_of", found)
+    with pytest.raises(UnsupportedTargetError, match=r"'qwen3_5_text'.* in layers \[0\] .* without a drafter"):
+        check_target(model)
+
+
+def test_a_state_that_shows_only_in_the_cache_is_refused_by_name(monkeypatch):
+    model = AutoModelForCausalLM.from_config(REFUSED["zaya"][0]()).eval()
+    monkeypatch.setattr(type(model), "_is_stateful", False)
+    assert check_target(model) == []
+    with pytest.raises(UnsupportedTargetError, match=r"'zaya'.* in layers \[0, 1\] .* without a drafter"):
+        model.generate(random_prompt(5), assistant_model=ready_hf.PromptLookupDrafter(4), max_new_tokens=8)
