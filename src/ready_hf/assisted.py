@@ -110,7 +110,8 @@ class AssistantCandidateGenerator(AssistedCandidateGenerator):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Drafts at most `num_drafts` tokens after the last one; see `CandidateGenerator.get_candidates`."""
         mask = model_kwargs.get("attention_mask")
-        mask = torch.ones_like(input_ids) if mask is None else mask
+        # beside a cache of an earlier turn, the ids may be those of the last turn alone
+        mask = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1] :]
         self.assistant_kwargs["attention_mask"] = mask.to(self.assistant_model.device)
         scheduled = self.num_assistant_tokens
         self.num_assistant_tokens = min(int(scheduled), num_drafts)
@@ -236,8 +237,8 @@ def check_assistant(target: PreTrainedModel, assistant: Any) -> None:
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     if own.vocab_size != vocab_size:
         raise ValueError(
-            f"`assistant_model` {name} has a vocabulary of {own.vocab_size} tokens, the target one of {vocab_size}; on "
-            "hybrid targets both must have the same tokenizer. Use such an assistant, or prompt lookup."
+            f"`assistant_model` {name} has a vocabulary of {own.vocab_size} tokens, the target one of {vocab_size}; "
+            "on hybrid targets both must have the same tokenizer. Use such an assistant, or prompt lookup."
         )
     kind = getattr(assistant.generation_config, "cache_implementation", None)
     if kind not in (None, "dynamic"):
