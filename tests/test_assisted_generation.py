@@ -92,7 +92,10 @@ def test_every_family_with_a_hybrid_and_an_attention_assistant(family):
         assert worst_error(states(cache_of(output)), fresh_states(target, want[:, :-1])) <= 1e-5
 
 
-HYBRID_ASSISTANTS = {family: functools.partial(tiny_target, family) for family in FAMILIES}
+HYBRID_ASSISTANTS = {
+    family: functools.partial(tiny_target, family)
+    for family in ("qwen3_5", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h")
+}
 HYBRID_ASSISTANTS |= {"sliding window": lambda: attention_assistant(sliding_window=16)}
 
 
@@ -122,10 +125,9 @@ def test_state_of_the_assistant_is_that_of_the_accepted_tokens(monkeypatch, name
     assert all(rounds_that_draft_anew(monkeypatch, noisy(assistant, 0.02), target))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "bamba"])
-def test_states_of_the_assistant_that_keep_their_drafts_are_noticed(monkeypatch, family):
+def test_states_of_the_assistant_that_keep_their_drafts_are_noticed(monkeypatch):
     monkeypatch.setattr(assisted, "_contents", lambda layer: dict(vars(layer)))
-    target = tiny_target(family)
+    target = tiny_target("qwen3_5")
     assert not all(rounds_that_draft_anew(monkeypatch, noisy(target, 0.02), target))
 
 
@@ -152,19 +154,19 @@ def test_sampling_follows_the_target():
     torch.manual_seed(0)
     kwargs = {"do_sample": True, "temperature": 3.0, "top_k": 3, "max_new_tokens": 4, "assistant_model": assistant}
     with ready_hf.record_stats() as stats:
-        ids = torch.cat([generate(target, **kwargs) for _ in range(250)])
+        ids = torch.cat([generate(target, **kwargs) for _ in range(150)])
     assert 0 < sum(stats.accepted_by_position) < sum(stats.drafted_by_position)
     tree.assert_distributed(ids)
 
 
-@pytest.mark.parametrize("options", [{"top_k": 8}, {"top_k": 4, "temperature": 0.7}])
+@pytest.mark.parametrize("options", [{"top_k": 4, "temperature": 0.7}])
 def test_returned_logits_are_those_the_drafts_were_sampled_from(options):
-    """Drafts of one position, 200 times, against the distribution that the verifier is told."""
+    """Drafts of one position, 150 times, against the distribution that the verifier is told."""
     target = tiny_target("nemotron_h")
     config = GenerationConfig(do_sample=True, max_length=20, min_length=0, **options)
     drafter, counts = AssistantDrafter(confident(noisy(target, 0.1))), torch.zeros(VOCAB_SIZE)
     torch.manual_seed(0)
-    for _ in range(200):
+    for _ in range(150):
         generator = drafter.get_candidate_generator(target, PROMPT, config, LogitsProcessorList())
         candidates, logits = generator.get_candidates(PROMPT, model_kwargs={}, num_drafts=2)
         counts[candidates[0, 12]] += 1

@@ -46,13 +46,12 @@ def dflash_assistant(layers=(0, 2), sliding_window=2048):
     return random_model(AutoModel.from_config(config))
 
 
-@pytest.mark.parametrize("window", [8, 2048])
-@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "bamba"])
+@pytest.mark.parametrize(("family", "window"), [("qwen3_5", 8), ("kimi_linear", 2048), ("bamba", 8)])
 def test_dflash(family, window):
     target, assistant = tiny_target(family), dflash_assistant(sliding_window=window)
     with ready_hf.record_stats() as stats:
-        ids = generate(target, assistant_model=assistant, speculation_type="dflash", max_new_tokens=96)
-    assert ids.tolist() == plain_ids(family).tolist()
+        ids = generate(target, assistant_model=assistant, speculation_type="dflash", max_new_tokens=48)
+    assert ids.tolist() == plain_ids(family)[:, :60].tolist()
     assert len(stats.drafted_by_position) == 5
 
 
@@ -117,5 +116,5 @@ def test_dflash_sampling_follows_the_target():
     tree = PrefixTree(tiny_target("qwen3_5"), PROMPT, 2, warpers)
     torch.manual_seed(0)
     kwargs = {"do_sample": True, "top_k": 3, "max_new_tokens": 3, "speculation_type": "dflash"}
-    ids = [generate(tiny_target("qwen3_5"), assistant_model=dflash_assistant(), **kwargs) for _ in range(150)]
+    ids = [generate(tiny_target("qwen3_5"), assistant_model=dflash_assistant(), **kwargs) for _ in range(120)]
     tree.assert_distributed(torch.cat(ids))
