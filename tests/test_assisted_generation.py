@@ -147,14 +147,15 @@ def test_tokens_accepted_since_are_fed_with_the_next_one():
 def test_sampling_follows_the_target():
     """The joint distribution of the 3 tokens after the prompt; the assistant's is far sharper, on the same tokens."""
     target = tiny_target("nemotron_h")
-    tree = PrefixTree(target, PROMPT, 3, LogitsProcessorList([logits_process.TopKLogitsWarper(3)]))
+    warpers = [logits_process.TemperatureLogitsWarper(3.0), logits_process.TopKLogitsWarper(3)]
+    tree = PrefixTree(target, PROMPT, 3, LogitsProcessorList(warpers))
     assistant = confident(copy.deepcopy(target))
     with torch.no_grad():
-        assistant.get_output_embeddings().weight.mul_(4.0)
+        assistant.get_output_embeddings().weight.mul_(60.0)
     torch.manual_seed(0)
     with ready_hf.record_stats() as stats:
-        options = {"do_sample": True, "top_k": 3, "max_new_tokens": 4, "assistant_model": assistant}
-        ids = torch.cat([generate(target, **options) for _ in range(220)])
+        options = {"do_sample": True, "temperature": 3.0, "top_k": 3, "max_new_tokens": 4}
+        ids = torch.cat([generate(target, assistant_model=assistant, **options) for _ in range(200)])
     assert 0 < sum(stats.accepted_by_position) < sum(stats.drafted_by_position)
     tree.assert_distributed(ids)
 
