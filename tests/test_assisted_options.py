@@ -1,7 +1,11 @@
 """Options of calls with an assistant or prompt lookup on a hybrid target; what is refused; going in and out."""
 
 import copy
+import re
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -283,3 +287,17 @@ def test_calls_in_threads_with_one_assistant():
     for thread in threads:
         thread.join(120)
     assert got == want
+
+
+def test_the_page_about_assisted_generation_runs():
+    text = (Path(__file__).parents[1] / "docs" / "assisted.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    exec(compile(code, "assisted.md", "exec"), {"__name__": "assisted"})
+
+
+@pytest.mark.slow
+def test_benchmark_of_prompt_lookup_runs():
+    script = Path(__file__).parents[1] / "examples" / "benchmark_lookup.py"
+    command = [sys.executable, str(script), "--prompts", "1", "--new", "8"]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert re.search(r"1 prompts, 8 new tokens, ids equal; .*x, .* tokens per verifying forward", output)
