@@ -21,7 +21,7 @@ if "OMP_NUM_THREADS" not in os.environ:
 import ready_hf
 
 
-pytest.register_assert_rewrite("support", "checks", "toys", "prefix_tree")
+pytest.register_assert_rewrite("support", "checks", "toys", "prefix_tree", "assistants")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,6 +5,7 @@ Where one fails, transformers has changed: the message names the version, the te
 
 import functools
 import inspect
+import re
 
 import pytest
 import torch
@@ -203,6 +204,24 @@ def test_prompt_lookup_generator():
     candidates, logits = generator.get_candidates(torch.tensor([[5, 6, 7, 8, 9, 5, 6]]))
     assert candidates.tolist() == [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9]]
     assert logits is None
+
+
+@contract("`AssistedCandidateGenerator` puts its cache and mask right in one method, and hands both to `generate`")
+def test_assisted_generator():
+    generator_class = candidate_generator.AssistedCandidateGenerator
+    assert "self._update_past_and_masks(input_ids)" in inspect.getsource(generator_class.get_candidates)
+    assert "**self.assistant_kwargs" in inspect.getsource(generator_class._generate_candidates)
+    assert f'self.assistant_kwargs["{CACHE_NAME}"]' in inspect.getsource(generator_class._generate_candidates)
+    assert "self.num_assistant_tokens" in inspect.getsource(generator_class._calculate_new_tokens)
+
+
+@contract("`DFlashTokenCandidateGenerator` reads hidden states by the indices that it asks for")
+def test_dflash_generator():
+    generator_class = candidate_generator.DFlashTokenCandidateGenerator
+    wanted = re.search(r'"output_hidden_states": (.*)}', inspect.getsource(generator_class.__init__))[1]
+    index = {"[i + 1 for i in self.target_layer_ids]": "i + 1", "self.target_layer_ids": "i"}[wanted]
+    assert f"model_outputs.hidden_states[{index}]" in inspect.getsource(generator_class.get_candidates)
+    assert "self.logits_processor" in inspect.getsource(generator_class.get_candidates)
 
 
 @contract("these processors look at one position's scores only")

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerationMixin, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from ready_hf.assisted import AssistantDrafter, DFlashDrafter, check_inputs
 from ready_hf.candidates import Drafter, PromptLookupDrafter, is_drafter
 from ready_hf.decoding import check_options, speculative_decoding
 from ready_hf.target import check_target, ensure_patched, recurrent_layers, unpatch
@@ -135,7 +136,10 @@ def unhook() -> None:
 
 
 def enable_assisted_generation() -> None:
-    """Makes `generate(prompt_lookup_num_tokens=...)` work on hybrid targets, through our loop and rollback.
+    """Makes transformers' own assisted generation work on hybrid targets, through our loop and rollback.
+
+    That is `generate(prompt_lookup_num_tokens=...)`, `generate(assistant_model=...)` with any causal language model of
+    the same vocabulary, attention or hybrid, and `speculation_type="dflash"`.
 
     Opt-in, since it changes calls that have nothing to do with ready_hf drafters: stock transformers refuses them.
     Pure attention models keep the stock loop.
@@ -203,14 +207,31 @@ def _requested_drafter(model: PreTrainedModel, call: dict[str, Any]) -> Drafter 
                 call[name] = value
         del call["custom_generate"]
         return method.drafter
-    if _state.assists_hybrids and assistant is None and method is None and recurrent_layers(model):
-        num_tokens = _effective(model, call, "prompt_lookup_num_tokens")
-        has_beams = (_effective(model, call, "num_beams") or 1) > 1  # stock warns and searches without the lookup
-        if num_tokens is not None and not has_beams:
-            ngram_size = _effective(model, call, "max_matching_ngram_size") or 2
-            _clear(model, call, "prompt_lookup_num_tokens")
-            return PromptLookupDrafter(num_tokens, ngram_size)
+    if _state.assists_hybrids and method is None and recurrent_layers(model):
+        return _requested_assistance(model, call)
     return None
+
+
+def _requested_assistance(model: PreTrainedModel, call: dict[str, Any]) -> Drafter | None:
+    """What transformers calls assisted generation, as a drafter, removed from the arguments of a call."""
+    if (_effective(model, call, "num_beams") or 1) > 1:  # stock warns and searches without assistance
+        return None
+    assistant = call.get("assistant_model")
+    if assistant is not None:
+        is_dflash = _effective(model, call, "speculation_type") == "dflash"
+        check_inputs(call, is_dflash)
+        for name in ("assistant_model", "assistant_tokenizer"):
+            call.pop(name, None)
+        if not is_dflash:
+            return AssistantDrafter(assistant)
+        _clear(model, call, "speculation_type")
+        return DFlashDrafter(assistant)
+    num_tokens = _effective(model, call, "prompt_lookup_num_tokens")
+    if num_tokens is None:
+        return None
+    ngram_size = _effective(model, call, "max_matching_ngram_size") or 2
+    _clear(model, call, "prompt_lookup_num_tokens")
+    return PromptLookupDrafter(num_tokens, ngram_size)
 
 
 def _drafted_generate(original: Callable[..., Any], model: Any, drafter: Drafter, call: dict[str, Any]) -> Any:
