@@ -39,6 +39,7 @@ RUNS = {
     "resumed": TWO | {"fsdp": True, "resume": "sharded/checkpoint-2"},
     "stages": TWO | {"fsdp": True, "gradient_accumulation_steps": 2} | STAGES,
     "spoiled": TWO | {"fsdp": True, "spoil": True},
+    "half": TWO | {"fsdp": True, "half": True},
 }
 
 
@@ -115,6 +116,10 @@ def test_a_gradient_that_is_not_finite_in_one_shard_stops_the_step_of_all(found)
     spoiled = found["spoiled"]
     assert spoiled["skipped"] == 1
     assert all(bool(value.isfinite().all()) for value in spoiled["weights"].values())
+
+
+def test_a_part_without_gradients_in_one_shard_is_no_fault(found):
+    assert {name: run["untouched"] for name, run in found.items()} == dict.fromkeys(RUNS, [])
 
 
 @pytest.mark.parametrize(

@@ -341,6 +341,44 @@ def test_c88_untouched_weights_are_named(tmp_path, caplog, break_it, options, fo
     assert found is None or found in said[0]
 
 
+def test_c88_an_optimizer_that_steps_within_the_backward_is_no_fault(tmp_path, caplog):
+    """It leaves no gradients to look at; weights that move are enough."""
+    drafter = drafter_for(tiny_target("qwen3_5"))
+
+    def step(parameter):
+        parameter.data -= 1e-2 * parameter.grad
+        parameter.grad = None
+
+    for parameter in drafter.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    run_training(tmp_path, drafter, tiny_target("qwen3_5"), 4, max_grad_norm=0.0)
+    assert HEALTH not in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_c88_the_smallest_change_is_seen_without_float64(dtype):
+    """As on devices that have none."""
+    from torch.overrides import TorchFunctionMode
+
+    from ready_hf.training_callbacks import _sums_of_weights
+
+    class NoFloat64(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if (kwargs or {}).get("dtype") == torch.float64:
+                raise TypeError("this device has no float64")
+            return func(*args, **kwargs or {})
+
+    layer = torch.nn.Linear(40, 50).to(dtype)
+    with NoFloat64():
+        before = _sums_of_weights(layer)
+        assert _sums_of_weights(layer) == before
+        bits = layer.weight.data.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+        bits[7, [3, 4]] += torch.tensor([1, -1], dtype=bits.dtype)  # which cancel in a plain sum
+        after = _sums_of_weights(layer)
+    assert after["weight"] != before["weight"]
+    assert after["bias"] == before["bias"]
+
+
 @pytest.mark.slow
 def test_c27_the_loss_of_a_large_vocabulary_needs_less_than_2_gb(tmp_path):
     """248,320 tokens, 20 blocks of 16, of which one dense copy has 318 MB: a fraction of what dense takes."""
