@@ -79,6 +79,8 @@ class WatchUntouchedWeights(TrainerCallback):
         names = {name for name, _, _ in everywhere}
         learning = {name for name, has_gradient, _ in everywhere if has_gradient}
         unmoved = names - {name for name, _, has_moved in everywhere if has_moved}
+        if state.global_step <= args.freeze_backbone_steps:  # all of it on purpose
+            unmoved = {name for name in unmoved if name.startswith("reader.")}
         if not learning:  # optimizers that step within the backward, and DeepSpeed, leave no gradients to look at
             learning = names
         if not state.is_world_process_zero:

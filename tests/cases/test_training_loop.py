@@ -325,8 +325,22 @@ def frozen_head(drafter):
             "had gradients and are as they were (confidence_head.",
         ),
         (frozen_head, {"steps": 2}, None),
+        (None, {"freeze_backbone_steps": 9}, None),
+        (
+            None,
+            {"freeze_backbone_steps": 9, "reader_learning_rate": 0.0},
+            "7 of 36 trainable tensors had gradients and are as they were (reader.",
+        ),
     ],
-    ids=["sound", "left out of the loss", "learning rate 0", "too small for bfloat16", "too short to tell"],
+    ids=[
+        "sound",
+        "left out of the loss",
+        "learning rate 0",
+        "too small for bfloat16",
+        "too short to tell",
+        "reader alone",
+        "not even it",
+    ],
 )
 def test_c88_untouched_weights_are_named(tmp_path, caplog, break_it, options, found):
     """The health check inside of the trainer: a run that trains everything says nothing."""
