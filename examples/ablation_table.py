@@ -34,12 +34,13 @@ FREE = {"seed", "out", "save", "data", "target", "text", "seconds", "limit", "re
 
 def loaded(path: pathlib.Path) -> dict:
     """One seed; what ablation_rounds.py wrote of saved drafters takes the shape of the other files."""
-    record = json.loads(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    record = json.loads(text)
     if "arms" in record:
         return record
     names = {folder_of(name): name for name in ARMS}
     arms = {names.get(key, key): {OF_ROUNDS: found["tokens_per_forward"]["value"]} for key, found in record.items()}
-    return {"arms": arms, "options": {"seed": path.name}}
+    return {"arms": arms, "options": {"seed": text}}  # which is not said: no two seeds find the same
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:

@@ -435,8 +435,13 @@ def test_rounds_make_a_table_too(scripts, tmp_path, monkeypatch, capsys):
         rounds = {
             scripts.ablation_arms.folder_of(name): {"tokens_per_forward": {"value": x}} for name, x in arms.items()
         }
-        files.append(tmp_path / f"{seed}.json")
+        files.append(tmp_path / f"drafters-{seed}" / "rounds.json")
+        files[-1].parent.mkdir()
         files[-1].write_text(json.dumps(rounds))
+    copied = tmp_path / "copied.json"
+    copied.write_text(files[0].read_text())
+    with pytest.raises(SystemExit, match="one file per seed"):
+        printed_table(scripts, monkeypatch, capsys, [str(files[0]), str(copied)])
     heading, table = printed_table(scripts, monkeypatch, capsys, [str(path) for path in files])
     assert heading == "2 seeds"
     assert [row[0] for row in table] == ["arm", "---", "dspark", READER, "dspark, full attention"]

@@ -1,5 +1,7 @@
 """What a configuration of a drafter refuses, and the words it does so with."""
 
+import json
+
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 
@@ -112,3 +114,25 @@ def test_bilinear_maps_give_as_many_numbers_as_the_hidden_size_has_channels(hidd
     assert (ready.reader_projection, ready.reader_rank) == ("bilinear", rank)
     assert ReadyDrafterConfig.for_target(target, reader_rank=5).reader_rank == 5
     assert ReadyDrafterConfig.for_target(target, reader_projection="full").reader_rank == 64
+
+
+def test_a_rank_that_is_not_given_is_that_of_the_maps():
+    assert ReadyDrafterConfig().reader_rank == 8
+    assert ReadyDrafterConfig(reader_projection="full").reader_rank == 64  # as before bilinear maps were the default
+    assert ReadyDrafterConfig.from_dict({"reader_projection": "full", "reader_rank": 3}).reader_rank == 3
+
+
+def test_a_gate_that_was_saved_without_inputs_has_those_of_its_time(tmp_path):
+    """The field is younger than the gate, and its default has changed since."""
+    config = drafter_for(tiny_target("qwen3_5"), reader_gate=True, reader_gate_inputs=["anchor"]).config
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    saved = json.loads(path.read_text())
+    reader = {name for name in vars(config) if name.startswith("reader_")}
+    assert reader <= saved.keys()  # so that a default may change
+    del saved["reader_gate_inputs"]
+    path.write_text(json.dumps(saved))
+    assert ReadyDrafterConfig.from_pretrained(tmp_path).reader_gate_inputs == ["anchor"]
+    assert ReadyDrafterConfig.from_dict({"reader_gate": True}).reader_gate_inputs == ["anchor", "context"]
+    newer = saved | {"reader_gate_inputs": ["context"]}
+    assert ReadyDrafterConfig.from_dict(newer).reader_gate_inputs == ["context"]

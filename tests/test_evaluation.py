@@ -325,6 +325,7 @@ def test_round_times_are_those_of_the_block_lengths():
         ({"max_new_tokens": 0}, "`max_new_tokens` must be at least 1"),
         ({"resamples": 0}, "`resamples` must be at least 1"),
         ({"temperatures": (0, -1)}, r"`temperatures` must be different numbers, 0 .* to 10, .* got \[0, -1\]"),
+        ({"temperatures": (1e-39,)}, r"`temperatures` must be different numbers, 0 \(greedy\) or 0.001 to 10"),
         ({"temperatures": (float("nan"),)}, "`temperatures` must be different numbers"),
         ({"temperatures": (0.7, 0.7)}, "`temperatures` must be different numbers"),
         ({"temperatures": ()}, "`temperatures` must be .* at least one, got"),

@@ -182,6 +182,18 @@ def test_scan_of_any_chunk_size(chunk_size, length):
         assert torch.allclose(states[:, t], want, atol=1e-5)
 
 
+def test_a_scan_of_inputs_that_learn_gives_the_same_states():
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(1, 21, 2, 4, generator=generator), torch.randn(1, 21, 2, 5, generator=generator)
+    g, beta = -torch.rand(1, 21, 2, generator=generator), torch.rand(1, 21, 2, generator=generator)
+    want = gated_delta_scan(key, value, g, beta, chunk_size=8)
+    learning = [x.clone().requires_grad_() for x in (key, value, g, beta)]
+    got = gated_delta_scan(*learning, chunk_size=8)
+    for mine, other in zip(got, want, strict=True):
+        assert torch.equal(mine, other)
+        assert not mine.requires_grad
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_the_target_give_its_logits(family):
     target = tiny_target(family)

@@ -39,6 +39,7 @@ RUNS = {
     "resumed": TWO | {"fsdp": True, "resume": "sharded/checkpoint-2"},
     "stages": TWO | {"fsdp": True, "gradient_accumulation_steps": 2} | STAGES,
     "spoiled": TWO | {"fsdp": True, "spoil": True},
+    "half": TWO | {"fsdp": True, "half": True},
 }
 
 
@@ -108,13 +109,18 @@ def test_a_sharded_training_saves_whole_drafters_and_goes_on(whole, found, caplo
 
 
 def test_stages_of_a_sharded_training(found, tmp_path):
-    assert_alike(train(tmp_path, per_device_train_batch_size=8, **STAGES), found["stages"])
+    """Gradients of a reader at 3e-2 differ by 4e-6, 7e-5 and 1.3e-4 in three steps: rounding that grows."""
+    assert_alike(train(tmp_path, per_device_train_batch_size=8, **STAGES), found["stages"], tolerance=1e-3)
 
 
 def test_a_gradient_that_is_not_finite_in_one_shard_stops_the_step_of_all(found):
     spoiled = found["spoiled"]
     assert spoiled["skipped"] == 1
     assert all(bool(value.isfinite().all()) for value in spoiled["weights"].values())
+
+
+def test_a_part_without_gradients_in_one_shard_is_no_fault(found):
+    assert {name: run["untouched"] for name, run in found.items()} == dict.fromkeys(RUNS, [])
 
 
 @pytest.mark.parametrize(

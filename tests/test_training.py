@@ -141,13 +141,13 @@ def test_twenty_steps_reduce_the_loss(tmp_path, reader, bf16):
 
 def test_evaluation_counts_the_last_rows_whatever_training_drops(tmp_path):
     """3 rows in batches of 2."""
-    found = [
-        trainer_for(
-            tmp_path, rows=rows_of()[:3], per_device_eval_batch_size=2, per_device_train_batch_size=2, **options
-        ).evaluate()["eval_num_blocks"]
-        for options in ({}, {"dataloader_drop_last": True})
-    ]
-    assert found[0] == found[1] > 0
+    rows, found = rows_of()[:3], []
+    for options in ({}, {"dataloader_drop_last": True}):
+        sizes = {"per_device_eval_batch_size": 2, "per_device_train_batch_size": 2}
+        trainer = trainer_for(tmp_path, rows=rows, **sizes, **options)
+        found += [trainer.evaluate()["eval_num_blocks"], trainer.predict(rows).metrics["test_num_blocks"]]
+    assert found == [found[0]] * 4
+    assert found[0] > 0
 
 
 def test_evaluation_metrics(tmp_path):

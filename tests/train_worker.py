@@ -6,6 +6,7 @@ process found (losses, evaluations, gradients, weights) goes into one file.
 
 import copy
 import json
+import logging
 import math
 import os
 import sys
@@ -75,7 +76,26 @@ class SpoilOneShard(TrainerCallback):
             getattr(gradient, "_local_tensor", gradient).fill_(math.nan)
 
 
-def train(folder, rows=12, held_out=5, fault=False, spoil=False, resume=None, target=None, **options):
+class NothingInOneShard(TrainerCallback):
+    """A part of a tensor that has nothing to learn, as of words that a text does not have."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if args.process_index == 0:
+            model.fc.weight.grad._local_tensor.zero_()
+
+
+class Said(logging.Handler):
+    """What was logged."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+def train(folder, rows=12, held_out=5, fault=False, spoil=False, half=False, resume=None, target=None, **options):
     """One training, and what came out of it; on a GPU with `use_cpu=False`."""
     target = copy.deepcopy(tiny_target("qwen3_5")) if target is None else target  # it is moved, and others share it
     gradients = Gradients()
@@ -101,12 +121,15 @@ def train(folder, rows=12, held_out=5, fault=False, spoil=False, resume=None, ta
         target=target,
         train_dataset=uneven_rows(rows),
         eval_dataset=uneven_rows(held_out),
-        callbacks=[gradients] + [SpoilOneShard()] * spoil,
+        callbacks=[gradients] + [SpoilOneShard()] * spoil + [NothingInOneShard()] * half,
     )
     if spoil:  # ours comes last
         trainer.remove_callback(trainer._skipping)
         trainer.add_callback(trainer._skipping)
+    said = Said()
+    logging.getLogger("ready_hf").addHandler(said)
     trainer.train(resume_from_checkpoint=resume)
+    logging.getLogger("ready_hf").removeHandler(said)
     trainer.save_model()
     return {
         "world": trainer.args.world_size,
@@ -115,6 +138,7 @@ def train(folder, rows=12, held_out=5, fault=False, spoil=False, resume=None, ta
         "metrics": trainer.evaluate(),
         "gradients": gradients.found,
         "sharded": any(isinstance(p, DTensor) for p in trainer.model.parameters()),
+        "untouched": [message for message in said.messages if "trainable tensors" in message],
         "skipped": trainer.num_skipped_steps,
         "weights": {name: whole(p) for name, p in trainer.model.named_parameters()},
     }

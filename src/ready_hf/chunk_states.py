@@ -65,6 +65,7 @@ def forward_with_states(
     return _by_stretches(model, input_ids, positions, layers)
 
 
+@torch.no_grad()
 def gated_delta_scan(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -74,7 +75,7 @@ def gated_delta_scan(
     use_qk_l2norm_in_kernel: bool = False,
     chunk_size: int = CHUNK_SIZE,
 ) -> ChunkScan:
-    """What gives the state of the gated delta rule after any number of tokens, in float32.
+    """What gives the state of the gated delta rule after any number of tokens, in float32 and without gradients.
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - e^{g_t} S_{t-1}^T k_t)^T. Within a chunk that starts with S, the written
     values are U - W S, where U and W do not depend on S; so only n steps are sequential (the WY form of Yang et al.,

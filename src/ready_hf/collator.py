@@ -1,13 +1,15 @@
 """Rows of token ids become one batch: padded on the right, with a mask of what is learned."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 
-PACKED = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")  # what packing collators of transformers add
+# what packing adds: borders of texts, here and as `seq_lengths` by trl, and what goes on by a step within a text
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
+STEPS = {"position_ids": 1, "seq_idx": 0}
 
 
 @dataclass
@@ -33,12 +35,12 @@ class DraftingCollator:
         """
         rows = [_with_loss_mask(row) for row in rows]
         for row in rows:
-            _check_is_one_text(row)
+            if "input_ids" not in row:
+                raise ValueError(f"a training row needs `input_ids`, got the columns {sorted(row)}")
+            check_is_one_text(row)
         names = ["input_ids", "attention_mask"] + ["loss_mask"] * any("loss_mask" in row for row in rows)
         columns: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         for row in rows:
-            if "input_ids" not in row:
-                raise ValueError(f"a training row needs `input_ids`, got the columns {sorted(row)}")
             ids = _as_row(row["input_ids"])[: self.max_length]
             for name, column in columns.items():
                 values = _as_row(row[name])[: self.max_length] if name in row else torch.ones_like(ids)
@@ -52,18 +54,39 @@ class DraftingCollator:
         }
 
 
-def _check_is_one_text(row: dict[str, Any]) -> None:
-    """Refuses packed rows: a recurrent state, and a drafter's context, would run over from one text into the next."""
-    found = [name for name in PACKED if row.get(name) is not None]
-    if row.get("position_ids") is not None:
-        positions = _as_row(row["position_ids"])
-        if not torch.equal(positions, torch.arange(len(positions))):
-            found.append("position_ids")
+def check_is_one_text(fields: Mapping[str, Any]) -> None:
+    """Refuses packed rows: a recurrent state, and a drafter's context, would run over from one text into the next.
+
+    What says that all is one text passes: rising positions, wherever they start and whatever padding has, one length.
+
+    Args:
+        fields (`Mapping`): One row, `[T]` each, or a batch of a collator of one's own, `[B, T]`.
+
+    Raises:
+        ValueError: naming the fields that say where texts begin.
+    """
+    mine = ("attention_mask", "seq_lengths", *LENGTHS, *STEPS)
+    given = {name: _as_numbers(fields[name]) for name in mine if fields.get(name) is not None}
+    mask = given.get("attention_mask")
+    found = [name for name in LENGTHS if name in given and given[name].numel() > 2]
+    if "seq_lengths" in given and _as_numbers(fields["input_ids"]).dim() == 1 and given["seq_lengths"].numel() > 1:
+        found.append("seq_lengths")
+    if mask is not None and bool((mask > 1).any()):
+        found.append("attention_mask")
+    found += [name for name, step in STEPS.items() if name in given and not _has_steps(given[name], step, mask)]
     if found:
         raise ValueError(
             f"a training row must be one text, and this one looks packed ({', '.join(found)}): give every text a row "
             "of its own, rows are padded to the longest of their batch"
         )
+
+
+def _has_steps(values: torch.Tensor, step: int, mask: torch.Tensor | None) -> bool:
+    """Whether each of `values` `[..., T]` is the one before plus `step`, where `mask` `[..., T]` has both."""
+    is_step = values.diff(dim=-1) == step
+    if mask is not None and mask.shape[-1] == values.shape[-1]:
+        is_step = is_step | ~(mask[..., 1:].bool() & mask[..., :-1].bool()).to(is_step.device)
+    return bool(is_step.all())
 
 
 def _with_loss_mask(row: dict[str, Any]) -> dict[str, Any]:
@@ -73,11 +96,15 @@ def _with_loss_mask(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"loss_mask": (_as_row(row["labels"]) != -100).long()}
 
 
-def _as_row(values: Any) -> torch.Tensor:
+def _as_numbers(values: Any) -> torch.Tensor:
     try:
-        row = torch.as_tensor(values)
+        return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"a training row must be one list of numbers, got {type(values).__name__}: {error}") from None
+
+
+def _as_row(values: Any) -> torch.Tensor:
+    row = _as_numbers(values)
     if row.dim() != 1:
         raise ValueError(f"a training row must be one list of numbers, got the shape {list(row.shape)}")
     if row.is_floating_point() and bool((row != row.floor()).any()):

@@ -73,8 +73,8 @@ class ReadyDrafterConfig(PreTrainedConfig):
         state_shape (`list[int]`, *optional*): `[H, K, V]` of one state.
         reader_projection (`"full"` or `"bilinear"`): `full`: all reads of a slot through one map of rank
             `reader_rank`; `bilinear`: every head's read to `reader_rank` numbers.
-        reader_rank (`int`): See `reader_projection`. `for_target` chooses one: 64 for a full map; for bilinear ones as
-            many numbers in all as the hidden size has channels, at least 1 and at most 8 per head.
+        reader_rank (`int`, *optional*): See `reader_projection`. Default: 64 for a full map, 8 for bilinear ones;
+            `for_target` gives these as many numbers in all as the hidden size has channels, 1 to 8 per head.
         reader_conditioning (`list[str]`): What is added to the learned query of a slot: terms from `"anchor"`
             (embedding of the anchor), `"context"` (the last context feature), `"slot"` (the slot's hidden state where
             reads are added), any of them or none.
@@ -132,7 +132,7 @@ class ReadyDrafterConfig(PreTrainedConfig):
     state_layer_ids: list[int] | None = None
     state_shape: list[int] | None = None
     reader_projection: Literal["full", "bilinear"] = "bilinear"
-    reader_rank: int = 8
+    reader_rank: int | None = None
     reader_conditioning: list[str] | None = None
     reader_query_rank: int | None = 32
     reader_query_act: str | None = None
@@ -158,6 +158,8 @@ class ReadyDrafterConfig(PreTrainedConfig):
             self.layer_types = [kind] * self.num_hidden_layers
         if self.target_layer_ids is None:
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers)
+        if self.reader_rank is None:
+            self.reader_rank = LARGEST_BILINEAR_RANK if self.reader_projection == "bilinear" else FULL_RANK
         if self.reader_conditioning is None:
             self.reader_conditioning = ["anchor", "context"]
         if self.reader_gate_inputs is None:
@@ -265,6 +267,16 @@ class ReadyDrafterConfig(PreTrainedConfig):
                 f'be "head", or "last" with several layers; got {self.reader_injection!r} and '
                 f"{self.num_hidden_layers} layers"
             )
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers; what was saved before a gate could have several inputs had the anchor alone."""
+        if {
+            "reader_gate",
+            "transformers_version",
+        } <= config_dict.keys():  # all fields of its time, not a hand's choice
+            config_dict = {"reader_gate_inputs": ["anchor"]} | config_dict
+        return super().from_dict(config_dict, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """As in transformers; the shim for `trust_remote_code=True` is written next to the configuration."""

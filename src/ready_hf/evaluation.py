@@ -38,7 +38,7 @@ from ready_hf.ways import arguments_of, name_of
 logger = logging.getLogger(__name__)
 
 CONTEXT_EDGES = (256, 1024, 4096, 16384)
-MOST_TEMPERATURE = 10
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.001, 10  # but for 0; below, logits overflow
 LONGEST_PERIOD, LEAST_TIMES, LEAST_TOKENS = 32, 4, 32
 
 
@@ -222,11 +222,11 @@ def _check(
     for option, value in (("max_new_tokens", max_new_tokens), ("resamples", resamples)):
         if value < 1:
             raise ValueError(f"`{option}` must be at least 1, got {value}")
-    allowed = all(0 <= temperature <= MOST_TEMPERATURE for temperature in temperatures)
+    allowed = all(t == 0 or LEAST_TEMPERATURE <= t <= MOST_TEMPERATURE for t in temperatures)
     if not temperatures or not allowed or len(set(map(name_of, temperatures))) != len(temperatures):
         raise ValueError(
-            f"`temperatures` must be different numbers, 0 (greedy) to {MOST_TEMPERATURE}, at least one, got "
-            f"{list(temperatures)}"
+            f"`temperatures` must be different numbers, 0 (greedy) or {LEAST_TEMPERATURE} to {MOST_TEMPERATURE}, at "
+            f"least one, got {list(temperatures)}"
         )
     check_edges(context_edges)
 

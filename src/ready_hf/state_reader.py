@@ -31,6 +31,7 @@ class StateReader(nn.Module):
         super().__init__()
         assert config.state_layer_ids is not None
         assert config.state_shape is not None
+        assert config.reader_rank is not None
         layers, (heads, keys, values) = len(config.state_layer_ids), config.state_shape
         self.num_queries = config.reader_num_queries
         heads *= self.num_queries

@@ -12,7 +12,8 @@ Shapes: B rows, T tokens, A anchors, G slots, d hidden size.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ready_hf.anchors import anchors_of_rows
 from ready_hf.checkpoints import check_complete, check_optimizer, last_complete_checkpoint
-from ready_hf.collator import DraftingCollator
+from ready_hf.collator import DraftingCollator, check_is_one_text
 from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors, legal_anchors
 from ready_hf.hub import keep_or_write_card, name_on_hub
@@ -167,9 +168,19 @@ class ReadyTrainer(Trainer):
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """All rows count: `dataloader_drop_last` is about training."""
+        with self._keeping_last_rows():
+            return super().get_eval_dataloader(*args, **kwargs)
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """All rows count, as in an evaluation."""
+        with self._keeping_last_rows():
+            return super().get_test_dataloader(*args, **kwargs)
+
+    @contextmanager
+    def _keeping_last_rows(self) -> Iterator[None]:
         given, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
         try:
-            return super().get_eval_dataloader(*args, **kwargs)
+            yield
         finally:
             self.args.dataloader_drop_last = given
 
@@ -347,7 +358,8 @@ class ReadyTrainer(Trainer):
         return torch.arange(len(rows), device=rows.device)[:, None] < counted
 
     def _add_anchors(self, batch: dict[str, Any], epoch: int | None = None) -> None:
-        """At random by the epoch; evenly spread without one."""
+        """At random by the epoch; evenly spread without one. Here, because a collator need not be ours."""
+        check_is_one_text(batch)
         mask = batch.get("attention_mask")
         mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
         block_size = self._frozen.config.block_size

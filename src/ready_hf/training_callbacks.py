@@ -9,6 +9,8 @@ from transformers import Trainer, TrainerCallback
 
 logger = logging.getLogger(__name__)
 
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+
 
 class SkipNonFiniteSteps(TrainerCallback):
     """Drops the gradients of a step that has one that is not finite: the optimizer then changes nothing.
@@ -41,7 +43,7 @@ class WatchUntouchedWeights(TrainerCallback):
 
     Such a tensor never had a gradient, or its gradient changed nothing: a learning rate of 0, or steps that are too
     small for a low precision. Runs of less than three steps say nothing, because maps start at zero here and hide what
-    lies before them in the first one.
+    lies before them in the first one. Of a sharded tensor one part in any process counts.
     """
 
     _fewest_steps = 3
@@ -49,7 +51,7 @@ class WatchUntouchedWeights(TrainerCallback):
     def __init__(self) -> None:
         self._first_step = 0
         self._without_gradient: set[str] = set()
-        self._before: dict[str, tuple[float, float]] = {}
+        self._before: dict[str, tuple[int, int]] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remembers two sums of every trainable tensor."""
@@ -69,20 +71,33 @@ class WatchUntouchedWeights(TrainerCallback):
         if state.global_step - self._first_step < self._fewest_steps:
             return
         after = _sums_of_weights(kwargs["model"])
-        unmoved = {name for name, sums in after.items() if self._before.get(name) == sums}
-        for names, what in (
-            (self._without_gradient, "never had a gradient"),
-            (unmoved - self._without_gradient, "had gradients and are as they were"),
+        here = [(name, name not in self._without_gradient, self._before.get(name) != after[name]) for name in after]
+        parts = [here] * args.world_size
+        if args.world_size > 1:
+            torch.distributed.all_gather_object(parts, here)
+        everywhere = [entry for part in parts for entry in part]
+        names = {name for name, _, _ in everywhere}
+        learning = {name for name, has_gradient, _ in everywhere if has_gradient}
+        unmoved = names - {name for name, _, has_moved in everywhere if has_moved}
+        if state.global_step <= args.freeze_backbone_steps:  # all of it on purpose
+            unmoved = {name for name in unmoved if name.startswith("reader.")}
+        if not learning:  # optimizers that step within the backward, and DeepSpeed, leave no gradients to look at
+            learning = names
+        if not state.is_world_process_zero:
+            return
+        for found, what in (
+            (names - learning, "never had a gradient"),
+            (unmoved & learning, "had gradients and are as they were"),
         ):
-            if names:
+            if found:
                 logger.warning(
                     "ready_hf: %d of %d trainable tensors %s (%s%s): is a part of the drafter left out of the loss, "
                     "or its learning rate 0 or too small for its dtype?",
+                    len(found),
                     len(names),
-                    len(after),
                     what,
-                    ", ".join(sorted(names)[:5]),
-                    ", ..." if len(names) > 5 else "",
+                    ", ".join(sorted(found)[:5]),
+                    ", ..." if len(found) > 5 else "",
                 )
 
 
@@ -91,11 +106,17 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
-def _sums_of_weights(model: torch.nn.Module) -> dict[str, tuple[float, float]]:
-    """Two sums of every trainable tensor of which this process has a part; equal ones mean equal weights."""
+def _sums_of_weights(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """Two sums of every trainable tensor of which this process has a part; equal ones mean equal weights.
+
+    Of the bits: exact in any precision, also on devices without float64.
+    """
     parts = {name: _local(p) for name, p in model.named_parameters() if p.requires_grad and _local(p).numel()}
-    exact = {"dtype": torch.float64}
-    sums = [torch.stack([x.sum(**exact), torch.linalg.vector_norm(x, **exact)]) for x in parts.values()]
+    sums = []
+    for part in parts.values():
+        bits = part.flatten().view(BITS[part.element_size()])
+        squares = [some.long().square().sum() for some in bits.split(2**22)]  # that many at once are widened
+        sums.append(torch.stack([bits.sum(dtype=torch.int64), sum(squares)]))
     return {name: tuple(both.tolist()) for name, both in zip(parts, sums, strict=True)}
 
 

@@ -225,6 +225,17 @@ PACKED = {
     "positions that start again": {"position_ids": [*range(9), *range(9)]},
     "sequence numbers": {"seq_idx": [0] * 9 + [1] * 9},
     "lengths": {"cu_seq_lens_q": [0, 9, 18], "cu_seq_lens_k": [0, 9, 18]},
+    "lengths as trl writes them": {"seq_lengths": [9, 9]},
+    "a mask of several texts": {"attention_mask": [1] * 9 + [2] * 9},
+    "positions of three axes": {"position_ids": [[*range(9), *range(9)]] * 3},
+}
+ONE_TEXT = {
+    "positions": {"position_ids": torch.arange(18)},
+    "positions of three axes": {"position_ids": torch.arange(18).expand(3, 18)},
+    "a middle of a text": {"position_ids": list(range(7, 25))},
+    "positions of padding": {"position_ids": [*range(12), *[1] * 6], "attention_mask": [1] * 12 + [0] * 6},
+    "one sequence number": {"seq_idx": [0] * 18},
+    "one length": {"cu_seq_lens_q": [0, 18], "cu_seq_lens_k": [0, 18], "seq_lengths": [18]},
 }
 
 
@@ -236,7 +247,28 @@ def test_c61_packed_conversations_are_refused(more):
     row = {"input_ids": list(range(3, 21))}
     with pytest.raises(ValueError, match="must be one text, and this one looks packed"):
         DraftingCollator()([row, row | more])
-    assert DraftingCollator()([row | {"position_ids": torch.arange(18)}])["input_ids"].shape == (1, 18)
+
+
+@pytest.mark.parametrize("more", ONE_TEXT.values(), ids=ONE_TEXT)
+def test_c61_what_says_one_text_is_no_packing(more):
+    from ready_hf.collator import DraftingCollator
+
+    assert DraftingCollator()([{"input_ids": list(range(3, 21))} | more])["input_ids"].shape == (1, 18)
+
+
+@pytest.mark.parametrize("what", ["train", "evaluate"])
+def test_c61_a_collator_that_packs_is_refused_too(tmp_path, what):
+    """transformers' own, in place of ours."""
+    from transformers import DataCollatorWithFlattening
+
+    from ready_hf.training import ReadyTrainer, ReadyTrainingArguments
+
+    target, rows = tiny_target("qwen3_5"), [{"input_ids": list(range(3, 21))}] * 2
+    arguments = ReadyTrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, per_device_eval_batch_size=2)
+    drafter, collator = drafter_for(target, block_size=4), DataCollatorWithFlattening()
+    data = {"train_dataset": rows, "eval_dataset": rows, "data_collator": collator}
+    with pytest.raises(ValueError, match=r"must be one text, and this one looks packed \(position_ids\)"):
+        getattr(ReadyTrainer(drafter, arguments, target=target, **data), what)()
 
 
 def test_c61_rows_beside_each_other_have_their_own_features_and_states():

@@ -325,8 +325,22 @@ def frozen_head(drafter):
             "had gradients and are as they were (confidence_head.",
         ),
         (frozen_head, {"steps": 2}, None),
+        (None, {"freeze_backbone_steps": 9}, None),
+        (
+            None,
+            {"freeze_backbone_steps": 9, "reader_learning_rate": 0.0},
+            "7 of 36 trainable tensors had gradients and are as they were (reader.",
+        ),
     ],
-    ids=["sound", "left out of the loss", "learning rate 0", "too small for bfloat16", "too short to tell"],
+    ids=[
+        "sound",
+        "left out of the loss",
+        "learning rate 0",
+        "too small for bfloat16",
+        "too short to tell",
+        "reader alone",
+        "not even it",
+    ],
 )
 def test_c88_untouched_weights_are_named(tmp_path, caplog, break_it, options, found):
     """The health check inside of the trainer: a run that trains everything says nothing."""
@@ -339,6 +353,44 @@ def test_c88_untouched_weights_are_named(tmp_path, caplog, break_it, options, fo
     said = [record.getMessage() for record in caplog.records if HEALTH in record.getMessage()]
     assert len(said) == (found is not None)
     assert found is None or found in said[0]
+
+
+def test_c88_an_optimizer_that_steps_within_the_backward_is_no_fault(tmp_path, caplog):
+    """It leaves no gradients to look at; weights that move are enough."""
+    drafter = drafter_for(tiny_target("qwen3_5"))
+
+    def step(parameter):
+        parameter.data -= 1e-2 * parameter.grad
+        parameter.grad = None
+
+    for parameter in drafter.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    run_training(tmp_path, drafter, tiny_target("qwen3_5"), 4, max_grad_norm=0.0)
+    assert HEALTH not in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_c88_the_smallest_change_is_seen_without_float64(dtype):
+    """As on devices that have none."""
+    from torch.overrides import TorchFunctionMode
+
+    from ready_hf.training_callbacks import _sums_of_weights
+
+    class NoFloat64(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if (kwargs or {}).get("dtype") == torch.float64:
+                raise TypeError("this device has no float64")
+            return func(*args, **kwargs or {})
+
+    layer = torch.nn.Linear(40, 50).to(dtype)
+    with NoFloat64():
+        before = _sums_of_weights(layer)
+        assert _sums_of_weights(layer) == before
+        bits = layer.weight.data.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+        bits[7, [3, 4]] += torch.tensor([1, -1], dtype=bits.dtype)  # which cancel in a plain sum
+        after = _sums_of_weights(layer)
+    assert after["weight"] != before["weight"]
+    assert after["bias"] == before["bias"]
 
 
 @pytest.mark.slow
