@@ -165,6 +165,15 @@ def check_length(args: argparse.Namespace) -> None:
         raise SystemExit(f"{what}: at least {least} are needed; --row says how long text is written")
 
 
+def check_held(count: int, args: argparse.Namespace) -> None:
+    """Refuses held-out rows of which the last one would be alone: it has no other row's states to be served."""
+    if "ready" in args.variants and count % args.batch == 1:
+        raise SystemExit(
+            f"{count} held-out rows in batches of {args.batch} leave one row alone, which has no other row's states "
+            "to be served: change --held or --batch"
+        )
+
+
 def train(
     target: PreTrainedModel,
     drafter: ReadyDrafterModel,
@@ -268,8 +277,10 @@ def text(
             raise SystemExit(f"the text was written by another target: this one knows ids up to {size - 1}")
         args.row = rows.shape[1]
         check_length(args)
+        check_held(len(held["sampled"]), args)
         return rows, held, shares
     check_length(args)
+    check_held(args.held, args)
     shortest, longest = (min(length, args.row // 2) for length in PROMPTS)
     generator = torch.Generator().manual_seed(args.seed)
     tokens = {

@@ -364,3 +364,12 @@ def test_nothing_measured_is_a_failure_and_loses_nothing(trainer, refusal, monke
     assert math.isfinite(record["variants"]["ready"]["evaluation"]["sampled"]["tau"])
     for variant in ("dspark", "ready"):
         ReadyDrafterModel.from_pretrained(tmp_path / "out" / variant)
+
+
+def test_a_held_out_row_alone_has_no_other_rows_states(trainer, refusal, tmp_path):
+    text = text_folder(tmp_path / "text")
+    count = len(np.load(text / "held-sampled.npy"))
+    assert count > 2
+    options = {"out": tmp_path / "out", "text": text, "block": 2, "batch": count - 1}
+    assert f"{count} held-out rows in batches of {count - 1} leave one row alone" in refusal(trainer, **options)
+    assert "33 held-out rows in batches of 32" in refusal(trainer, out=tmp_path / "out", held=33, batch=32)
