@@ -100,7 +100,12 @@ def evaluate(
     ] = None,
     prompts: Annotated[int | None, typer.Option(help="Prompts of each file. [default: all]")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest text.")] = 128,
-    temperature: Annotated[int | None, typer.Option(help="Only 1 (sampling) or 0 (greedy). [default: both]")] = None,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="0 (greedy), 1 (the target's own samples) or others; may be given several times. [default: 0, 1]"
+        ),
+    ] = None,
     context_edges: Annotated[
         str, typer.Option(metavar="TOKENS,...", help="Borders of the context lengths that acceptance is split by.")
     ] = ",".join(map(str, CONTEXT_EDGES)),
@@ -123,7 +128,7 @@ def evaluate(
         prompts_files=tuple(prompts_file or ()),
         prompts=prompts,
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
+        at_temperatures=tuple(temperature or ()),
         device=device,
         dtype=dtype,
         plot=plot,

@@ -222,13 +222,22 @@ def _check(
     for option, value in (("max_new_tokens", max_new_tokens), ("resamples", resamples)):
         if value < 1:
             raise ValueError(f"`{option}` must be at least 1, got {value}")
+    check_temperatures(temperatures)
+    check_edges(context_edges)
+
+
+def check_temperatures(temperatures: Sequence[float]) -> None:
+    """Refuses none at all, the same one twice, and those that no text can be decoded at.
+
+    Raises:
+        ValueError: naming what was given and what is allowed.
+    """
     allowed = all(t == 0 or LEAST_TEMPERATURE <= t <= MOST_TEMPERATURE for t in temperatures)
     if not temperatures or not allowed or len(set(map(name_of, temperatures))) != len(temperatures):
         raise ValueError(
             f"`temperatures` must be different numbers, 0 (greedy) or {LEAST_TEMPERATURE} to {MOST_TEMPERATURE}, at "
             f"least one, got {list(temperatures)}"
         )
-    check_edges(context_edges)
 
 
 def check_edges(edges: Sequence[int]) -> None:

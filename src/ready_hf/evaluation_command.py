@@ -8,7 +8,7 @@ from ready_hf import shipped
 from ready_hf.candidates import Drafter, PromptLookupDrafter
 from ready_hf.demo_prompts import Prompt, UsageError, read_prompts
 from ready_hf.demo_settings import Settings, check_context, load_drafters, load_target
-from ready_hf.evaluation import CONTEXT_EDGES, check_edges, evaluate
+from ready_hf.evaluation import CONTEXT_EDGES, check_edges, check_temperatures, evaluate
 from ready_hf.evaluation_result import Evaluation, survival
 from ready_hf.intervals import MACRO
 from ready_hf.output_files import check_outputs, write_outputs
@@ -25,6 +25,7 @@ class EvaluationSettings(Settings):
     """What to run; the fields are the options of `ready-hf eval`, those of `Settings` among them."""
 
     prompts_files: tuple[Path, ...] = ()
+    at_temperatures: tuple[float, ...] = ()
     context_edges: tuple[int, ...] = CONTEXT_EDGES
     lookup: bool = False
     break_even: bool = False
@@ -34,9 +35,9 @@ class EvaluationSettings(Settings):
     markdown: Path | None = None
 
     @property
-    def temperatures(self) -> list[int]:
-        """What is decoded: greedy text first."""
-        return [t for t in (0, 1) if self.temperature in (None, t)]
+    def temperatures(self) -> list[float]:
+        """What is decoded, colder text first; by default greedy text and samples of the target."""
+        return sorted(self.at_temperatures) or [0, 1]
 
     def check(self) -> None:
         """Everything that can be found out without loading a model; see `Settings.check`."""
@@ -49,6 +50,10 @@ class EvaluationSettings(Settings):
             raise UsageError(
                 f"--max-new-tokens must be at least 2: nothing is drafted of one, got {self.max_new_tokens}"
             )
+        try:
+            check_temperatures(self.temperatures)
+        except ValueError as error:
+            raise UsageError(f"--temperature: {error}") from None
         try:
             check_edges(self.context_edges)
         except ValueError as error:

@@ -115,6 +115,16 @@ def test_c89_every_temperature_has_figures_of_its_own():
     assert tokens[0] == expected[0, inputs["input_ids"].shape[1] :].tolist() != tokens[1]
 
 
+def test_c89_temperatures_on_the_command_line(tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "def main("}\n')
+    out = tmp_path / "found.json"
+    arguments = ["eval", "--prompts-file", str(path), "--max-new-tokens", "6", "--json", str(out), "--resamples", "10"]
+    assert main([*arguments, "--temperature", "0.7", "--temperature", "0"]) == 0
+    assert list(json.loads(out.read_text())["figures"]) == ["greedy", "temperature 0.7"]
+    assert "Temperature 0.7" in capsys.readouterr().out
+
+
 def test_c90_a_card_says_what_lossless_means_and_where_numbers_come_from():
     drafter = drafter_for(trained_target()).to(torch.bfloat16)
     result = EvalResult("text-generation", "a/b", "prompts", "accepted_length", 2.5)
