@@ -164,9 +164,19 @@ def test_what_cannot_be_done_is_one_line(target, data, tmp_path, capsys, monkeyp
     assert not any(path.name.startswith(("drafter", "tmp_trainer")) for path in tmp_path.iterdir())
 
 
-def test_too_little_data_is_one_line(target, data, tmp_path, capsys):
-    assert train(target, data, tmp_path / "out", "--as-written", "--held-out", "99") == 2
-    assert "rows, and --held-out takes 99: give more --data" in capsys.readouterr().err
+@pytest.mark.parametrize("more", [["--as-written"], []], ids=["as written", "written by the target"])
+def test_too_little_data_is_one_line(target, data, tmp_path, capsys, more):
+    """Before the target writes anything."""
+    assert train(target, data, tmp_path / "out", *more, "--held-out", "99") == 2
+    said = capsys.readouterr()
+    assert "rows, and --held-out takes 99: give more --data" in said.err
+    assert "the target writes" not in said.out
+
+
+def test_a_drafter_that_is_nowhere_is_said_to_be_no_folder(target, data, tmp_path, capsys):
+    assert train(target, data, tmp_path / "out", "--drafter", "drafters/gone") == 2
+    said = capsys.readouterr().err
+    assert "the drafter drafters/gone cannot be used (no folder of that name is here, so it was looked for" in said
 
 
 UNREACHABLE = [

@@ -111,7 +111,7 @@ def load_target(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenize
         check_target(target)
         target = target.to(settings.device).eval()
     except Exception as error:  # libraries raise errors of all types about a folder that is not as it should be
-        raise UsageError(f"the target {path} cannot be used: {_reason(error)}") from error
+        raise UsageError(f"the target {path} cannot be used{_place(path)}: {_reason(error)}") from error
     longest = _context(target)
     if longest is not None and settings.max_new_tokens > longest:
         raise UsageError(f"--max-new-tokens {settings.max_new_tokens} is more than the target's context of {longest}")
@@ -150,7 +150,7 @@ def load_drafters(target: PreTrainedModel, settings: Settings) -> dict[str, Any]
                 raise ValueError(f"it is a {type(model).__name__} and no ReaDy drafter")
             model.config.check_target(target)
         except Exception as error:
-            raise UsageError(f"the drafter {path} cannot be used: {_reason(error)}") from error
+            raise UsageError(f"the drafter {path} cannot be used{_place(path)}: {_reason(error)}") from error
         name = "ReaDy" if model.config.has_reader else "DSpark"
         if name in found:
             name = f"{name} {len(found) + 1} ({Path(path).name})"
@@ -189,6 +189,11 @@ def _check_model(option: str, path: str | None) -> None:
     if (model_type == "ready_drafter") != (option == "--drafter"):
         kind = "a ReaDy drafter" if option == "--drafter" else "a language model; that is a drafter"
         raise UsageError(f"{option} {path} has model type {model_type!r}, but must be {kind}")
+
+
+def _place(path: str) -> str:
+    """Where a model was looked for, if not in a folder: `drafters/dspark` reads like a name on the Hub."""
+    return "" if Path(path).is_dir() else " (no folder of that name is here, so it was looked for on the Hub)"
 
 
 def _reason(error: Exception) -> str:

@@ -32,6 +32,7 @@ from ready_hf.training import ReadyTrainer, ReadyTrainingArguments
 
 logger = logging.getLogger(__name__)
 
+TEXT, HELD_OUT_TEXT = "_on_policy", "_on_policy_held_out"  # folders in the output folder
 FEW_ROWS = 1000  # 28672 rows of 512 tokens made the drafters that ship
 
 
@@ -166,8 +167,8 @@ def run_training(settings: TrainSettings, options: Sequence[str] = ()) -> int:
         if settings.max_length < shortest:
             raise UsageError(f"--max-length must be at least {shortest} for this drafter, got {settings.max_length}")
         with arguments.main_process_first(desc="on-policy text"):  # the others find it on disk
-            rows = _rows(target, tokenizer, drafter.config, examples, settings, "_on_policy")
-            others = held_out and _rows(target, tokenizer, drafter.config, held_out, settings, "_on_policy_held_out")
+            rows = _rows(target, tokenizer, drafter.config, examples, settings, TEXT)
+            others = held_out and _rows(target, tokenizer, drafter.config, held_out, settings, HELD_OUT_TEXT)
         parts = _parts(rows, others, settings.held_out)
         trainer = _trainer(drafter, arguments, target=target, processing_class=tokenizer, **parts)
         if checkpoint is not None:
@@ -263,12 +264,16 @@ def _examples(sources: Sequence[str], settings: TrainSettings) -> list[Example]:
     return found
 
 
+def _check_enough(count: int, held_out: int) -> None:
+    if count <= held_out:
+        raise UsageError(f"{count} rows, and --held-out takes {held_out}: give more --data")
+
+
 def _parts(rows: Any, others: Any, held_out: int) -> dict[str, list[Any]]:
     """Rows to learn from, and rows to evaluate on: others if there are any, else the first ones."""
     if others:
         return {"eval_dataset": list(others), "train_dataset": list(rows)}
-    if len(rows) <= held_out:
-        raise UsageError(f"{len(rows)} rows, and --held-out takes {held_out}: give more --data")
+    _check_enough(len(rows), held_out)
     return {
         "eval_dataset": [rows[i] for i in range(held_out)],
         "train_dataset": [rows[i] for i in range(held_out, len(rows))],
@@ -310,6 +315,8 @@ def _rows(
     if longest >= settings.max_length:
         raise UsageError(f"a prompt has {longest} tokens, which leaves none of --max-length {settings.max_length}")
     written = OnPolicyOptions(max_new_tokens=settings.max_length - longest, forbidden_ids=forbidden)
+    if folder == TEXT and not settings.held_out_data:
+        _check_enough(len(prompts), settings.held_out)  # before the target writes for hours
     place = settings.output_dir / folder
     print(
         f"the target writes {len(prompts)} texts of up to {settings.max_length} tokens into {place}, where they are "
