@@ -226,7 +226,7 @@ def test_reads_in_place_equal_those_of_a_copy(normalization, forced):
     cache = cache_of(target(random_prompt(9), use_cache=True))
     layers = ready_hf.recurrent_layers(target)
     views, copies = state_views(cache, layers), committed_states(cache, layers)[:, None]
-    size = reader.up_proj.out_features
+    size = target.config.hidden_size
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 1, size, generator=generator) for _ in range(2)]
     with torch.no_grad():
