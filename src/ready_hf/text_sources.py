@@ -113,7 +113,7 @@ def import_datasets() -> Any:
     except ImportError as error:
         raise ImportError(
             "datasets of the Hub, streams and regenerated text need the `datasets` library (local text does not): "
-            f"it is in the extra `train` of ready_hf ({error})"
+            f"it is in the extra `train`, pip install 'ready_hf[train]' ({error})"
         ) from error
 
 
