@@ -429,7 +429,7 @@ def test_c62_a_row_without_any_anchor_changes_nothing():
         found.append((sums.metrics(), {name: p.grad.clone() for name, p in drafter.named_parameters()}))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
     for name, gradient in found[1][1].items():
-        assert torch.allclose(found[0][1][name], gradient, atol=1e-5), name
+        assert float((found[0][1][name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
 
 
 def test_c68_reader_on_and_off_with_the_same_budget(tmp_path):
