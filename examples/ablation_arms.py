@@ -117,6 +117,7 @@ WHICH_LAYERS = [
     replace(BEST, name="best, middle third of the layers", thirds=(1, 2)),
     replace(BEST, name="best, last third of the layers", thirds=(2, 3)),
 ]
+DEFAULT = Arm("default")  # what `for_target` makes: the best, with a rank that follows from the target's shape
 CEILING = [
     _reader("large reader", injection="last", conditioning=SLOT, num_queries=4, rank=512, query_rank=None),
     Arm("dspark with the next feature", reader=False, next_feature=True),
@@ -136,7 +137,7 @@ def varied(arm: Arm, suffix: str) -> Arm:
     return replace(arm, name=arm.name + suffix, options=arm.options | VARIED[suffix], as_large_as=larger)
 
 
-ARMS = {arm.name: arm for arm in [*SCREEN, *COMBINED, *LARGE_TARGETS, *PLAIN, *WHICH_LAYERS, *CEILING]}
+ARMS = {arm.name: arm for arm in [*SCREEN, *COMBINED, *LARGE_TARGETS, *PLAIN, *WHICH_LAYERS, DEFAULT, *CEILING]}
 ARMS |= {name + FULL: varied(arm, FULL) for name, arm in ARMS.items()}
 COMPARED = [ARMS[name] for name in ("dspark", "dspark, as large as the best", BEST.name)]
 ARMS |= {arm.name + suffix: varied(arm, suffix) for arm in COMPARED for suffix in VARIED}
