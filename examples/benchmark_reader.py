@@ -1,6 +1,6 @@
 """What reading states costs a drafter: the whole reader, from queries to residuals, in microseconds.
 
-    python examples/benchmark_reader.py
+    python examples/benchmark_reader.py --json reader-cost.json
     python examples/benchmark_reader.py --layers 4 --heads 4 --keys 32 --values 32 --hidden 64   # a try on a CPU
 
 The default shape is that of Qwen3.5-27B: 48 layers of 48 states of 128 x 128. One row, one block, bfloat16 weights,
@@ -9,6 +9,8 @@ graph.
 """
 
 import argparse
+import json
+import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from collections.abc import Callable
 import torch
 from ablation_batches import warmed_up
 
+import ready_hf
 from ready_hf import ReadyDrafterConfig
 from ready_hf.state_reader import StateReader
 
@@ -81,12 +84,15 @@ def main() -> None:
     sizes = {"layers": 48, "heads": 48, "keys": 128, "values": 128, "hidden": 5120, "depth": 5, "block": 8, "runs": 15}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json", type=pathlib.Path, help="write every run into this file")
     args = parser.parse_args()
+    shape = {name: getattr(args, name) for name in sizes}
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     options = {"device": args.device}
     states = [torch.randn(1, args.heads, args.keys, args.values, **options) for _ in range(args.layers)]
     embeds, features = (torch.randn(1, 1, args.hidden, dtype=torch.bfloat16, **options) for _ in range(2))
     timed: dict[str, dict[str, Callable[[], object]]] = {}
+    counts: dict[str, int] = {}
     for name, chosen in READERS.items():
         reader = make_reader(chosen, args)
         inputs = states if args.device == "cuda" else torch.stack(states, dim=1)[:, None]
@@ -96,8 +102,8 @@ def main() -> None:
 
         call()
         timed[name] = {"eager": call} | ({"graph": graphed(call)} if args.device == "cuda" else {})
-        count = sum(p.numel() for p in reader.parameters())
-        print(f"{name}: {count / 1e6:.1f} M parameters", flush=True)
+        counts[name] = sum(p.numel() for p in reader.parameters())
+        print(f"{name}: {counts[name] / 1e6:.1f} M parameters", flush=True)
     found: dict[tuple[str, str], list[float]] = {}
     for _ in range(args.runs):
         for name, ways in timed.items():
@@ -105,6 +111,19 @@ def main() -> None:
                 found.setdefault((name, way), []).append(seconds(function, 10, args.device))
     for (name, way), values in found.items():
         print(f"{name:40} {way:6} {statistics.median(values) * 1e6:8.1f} us")
+    if args.json is not None:
+        record = {
+            "date": time.strftime("%Y-%m-%d"),
+            "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
+            "versions": {"torch": torch.__version__, "ready_hf": ready_hf.__version__},
+            "shape": shape,
+            "parameters": counts,
+            "microseconds": [
+                {"reader": name, "way": way, "runs": [round(value * 1e6, 1) for value in values]}
+                for (name, way), values in found.items()
+            ],
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
