@@ -34,6 +34,9 @@ from ready_hf.target import CACHE_NAME, cache_in
 from ready_hf.target import cache_argument as model_cache_argument
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # the second only where there is one
+
+
 def tiny_target(family: str, seed: int = 0) -> PreTrainedModel:
     """A random model of a family, float32, with weights large enough that its logits are not flat."""
     model = _tiny_target(family, seed)

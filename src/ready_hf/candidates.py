@@ -102,6 +102,20 @@ def choose_drafts(
     return torch.multinomial(warped.softmax(-1), 1).squeeze(1), warped
 
 
+def own_positions(position_ids: torch.Tensor | None, num_rows: int) -> torch.Tensor | None:
+    """One position per token, `[B, L]`, of a target that has one or several.
+
+    Args:
+        position_ids (`torch.LongTensor` of shape `[B, L]`, or `[1, B, L]`, `[3, B, L]`, `[4, B, L]`, *optional*): As
+            `generate` keeps them. Of four rows the first only counts tokens; the others are time, height and width,
+            alike for text. The largest counts, since text behind an image goes on from there.
+        num_rows (`int`): B.
+    """
+    if position_ids is not None and position_ids.dim() == 3:
+        position_ids = position_ids[-3:].amax(0)
+    return None if position_ids is None else position_ids.expand(num_rows, -1)
+
+
 @dataclass
 class DraftContext:
     """What a block drafter may read in one round.
@@ -117,6 +131,8 @@ class DraftContext:
         num_drafts (`int`): Most drafts that can be used this round.
         do_sample (`bool`): Whether drafts are to be sampled.
         warpers (`LogitsProcessorList`): What to apply before sampling.
+        position_ids (`torch.LongTensor` of shape `[B, L]`, *optional*): The target's own positions: behind an image
+            they go on from its largest, not from its number of tokens. `None` if `generate` leaves them to the model.
     """
 
     input_ids: torch.Tensor
@@ -126,6 +142,7 @@ class DraftContext:
     num_drafts: int
     do_sample: bool
     warpers: LogitsProcessorList
+    position_ids: torch.Tensor | None = None
 
 
 class BlockDrafter(Protocol):
@@ -188,6 +205,7 @@ class ReadyCandidateGenerator(CandidateGenerator):
             num_drafts=min(self.drafter.block_size, num_drafts),
             do_sample=self.do_sample,
             warpers=self.warpers,
+            position_ids=own_positions(model_kwargs.get("position_ids"), input_ids.shape[0]),
         )
         drafts, logits = self.drafter.draft(context)
         return torch.cat([input_ids, drafts], dim=1), logits

@@ -113,6 +113,13 @@ def evaluate(
     break_even: Annotated[
         bool, typer.Option("--break-even", help="Measure rounds at several block lengths: is it worth it, and where?")
     ] = False,
+    thinking: Annotated[
+        str | None,
+        typer.Option(
+            metavar="on|off|both",
+            help="enable_thinking of the chat template, for turns; both: a task each. [default: the template's]",
+        ),
+    ] = None,
     device: DEVICE = "cpu",
     dtype: DTYPE = "float32",
     seed: Annotated[int, typer.Option(help="Of the samples and of the bootstrap.")] = 0,
@@ -135,6 +142,7 @@ def evaluate(
         context_edges=_edges(context_edges),
         lookup=lookup,
         break_even=break_even,
+        thinking=thinking,
         seed=seed,
         resamples=resamples,
         json=json,

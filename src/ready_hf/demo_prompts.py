@@ -32,12 +32,14 @@ class Prompt:
         source (`str`): Name and version of the package it was cut from; empty if the file does not say.
         is_turn (`bool`): Whether it is a turn of a conversation, for a chat template.
         task (`str`): What kind of prompt it is, by the file; empty if it does not say.
+        thinking (`bool`, *optional*): `enable_thinking` of the chat template; `None` leaves it to the template.
     """
 
     text: str
     source: str = ""
     is_turn: bool = False
     task: str = ""
+    thinking: bool | None = None
 
     def encode(
         self, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu"
@@ -45,8 +47,9 @@ class Prompt:
         """Arguments for `generate`; a turn goes through the chat template, if the tokenizer has one."""
         if self.is_turn and getattr(tokenizer, "chat_template", None):
             message = [{"role": "user", "content": self.text}]
+            options = {} if self.thinking is None else {"enable_thinking": self.thinking}
             encoded: Any = tokenizer.apply_chat_template(
-                message, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+                message, add_generation_prompt=True, return_dict=True, return_tensors="pt", **options
             )
         else:
             encoded = tokenizer(self.text, return_tensors="pt")

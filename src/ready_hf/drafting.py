@@ -155,10 +155,12 @@ class DraftSession:
         return outputs.last_hidden_state
 
     def _positions(self, context: DraftContext, count: int) -> torch.Tensor:
-        """Positions of the last `count` tokens, the anchor's last, `[B, count]`: the target's own, without padding."""
-        mask = context.attention_mask
+        """Positions of the last `count` tokens, the anchor's last, `[B, count]`: the target's own, or counted."""
+        mask, own = context.attention_mask, context.position_ids
         if self._is_padded is None:
             self._is_padded = mask is not None and not bool(mask.all())
+        if own is not None and own.shape[1] >= count:
+            return own[:, -count:]
         if mask is not None and self._is_padded:
             return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -count:]
         positions = torch.arange(self._num_tokens + 1 - count, self._num_tokens + 1, device=context.input_ids.device)

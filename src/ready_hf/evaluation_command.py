@@ -6,6 +6,7 @@ from typing import Any
 
 from ready_hf import shipped
 from ready_hf.candidates import Drafter, PromptLookupDrafter
+from ready_hf.chat_rows import check_chat_tokenizer
 from ready_hf.demo_prompts import Prompt, UsageError, read_prompts
 from ready_hf.demo_settings import Settings, check_context, load_drafters, load_target
 from ready_hf.evaluation import CONTEXT_EDGES, check_edges, check_temperatures, evaluate
@@ -15,9 +16,11 @@ from ready_hf.output_files import check_outputs, write_outputs
 from ready_hf.plots import save_evaluation
 from ready_hf.quiet import quiet, use_few_threads
 from ready_hf.round_times import measure_round_times
+from ready_hf.text_sources import DataError
 
 
 MOST_RESAMPLES = 100_000  # a few hundred MB
+THINKING = {"on": (True,), "off": (False,), "both": (True, False)}
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class EvaluationSettings(Settings):
     context_edges: tuple[int, ...] = CONTEXT_EDGES
     lookup: bool = False
     break_even: bool = False
+    thinking: str | None = None
     seed: int = 0
     resamples: int = 2000
     json: Path | None = None
@@ -58,6 +62,8 @@ class EvaluationSettings(Settings):
             check_edges(self.context_edges)
         except ValueError as error:
             raise UsageError(f"--context-edges: {error}") from None
+        if self.thinking not in (None, *THINKING):
+            raise UsageError(f"--thinking must be one of {', '.join(THINKING)}, got {self.thinking!r}")
         if self.break_even and 0 not in self.temperatures:
             raise UsageError("--break-even is about greedy decoding: leave --temperature out, or set it to 0")
         if not self.drafter_paths and not self.lookup:
@@ -77,6 +83,8 @@ def run_evaluation(settings: EvaluationSettings) -> int:
         target, tokenizer = load_target(settings)
         models = load_drafters(target, settings)
         use_few_threads(target)
+        if settings.thinking is not None:
+            prompts = thinking_prompts(prompts, settings.thinking, tokenizer)
         check_context(target, tokenizer, prompts, settings.max_new_tokens)
         drafters: dict[str, Drafter] = dict(models)
         if settings.lookup:
@@ -117,6 +125,30 @@ def task_prompts(settings: EvaluationSettings) -> list[Prompt]:
                     "file's name: rename one, or give every line a task"
                 )
             found.append(Prompt(prompt.text, prompt.source, prompt.is_turn, prompt.task or path.stem))
+    return found
+
+
+def thinking_prompts(prompts: list[Prompt], thinking: str, tokenizer: Any) -> list[Prompt]:
+    """Turns with `enable_thinking` on or off; with `"both"` every turn twice, and each mode a task of its own.
+
+    Raises:
+        UsageError: no prompt is a turn, or the chat template does not read `enable_thinking`.
+    """
+    if not any(prompt.is_turn for prompt in prompts):
+        raise UsageError(
+            '--thinking is for turns of a conversation, and there are none: write {"turns": ["..."]} lines'
+        )
+    try:
+        check_chat_tokenizer(tokenizer, "on")
+    except DataError as error:
+        raise UsageError(f"--thinking: {error}") from None
+    found = []
+    for prompt in prompts:
+        for mode in THINKING[thinking] if prompt.is_turn else (None,):
+            name = (
+                {True: ", thinking", False: ", no thinking"}[mode] if mode is not None and thinking == "both" else ""
+            )
+            found.append(replace(prompt, thinking=mode, task=prompt.task + name))
     return found
 
 

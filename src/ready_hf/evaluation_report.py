@@ -122,7 +122,13 @@ def _identity(found: Evaluation) -> str:
         text = "identical" if same == of else f"DIFFERENT in {of - same} of {of}"
         parts.append(f"{row} {text}")
     texts = found.identical(found.drafters[0])[1]
-    return f"Greedy tokens against plain decoding, {texts} text{'s' * (texts != 1)} each: {'; '.join(parts)}."
+    found_so = f"Greedy tokens against plain decoding, {texts} text{'s' * (texts != 1)} each: {'; '.join(parts)}."
+    dtype = found.setting.get("dtype", "float32")
+    if found.is_identical or dtype == "float32":
+        return found_so
+    return (
+        f"{found_so} In {dtype} they may part at near ties: `ready-hf verify --dtype {dtype}` tells ties from faults."
+    )
 
 
 def _temperature(found: Evaluation, temperature: float) -> list[Block]:
@@ -142,6 +148,7 @@ def _temperature(found: Evaluation, temperature: float) -> list[Block]:
     if len(tasks) > 1:
         made += [f"# {title}: tokens per forward by task", _tasks(found, temperature, tasks, "accepted_length")]
         made += [f"# {title}: speed by task", _tasks(found, temperature, tasks, "speed")]
+    made += _slower(found, temperature)
     made += [f"# {title}: acceptance by position", "Share of verified drafts; in brackets that given all before."]
     made.append(_positions(found.drafters, [found.positions(temperature, row) for row in found.drafters]))
     for row in found.drafters:
@@ -151,6 +158,18 @@ def _temperature(found: Evaluation, temperature: float) -> list[Block]:
             made.append(f"# {title}: acceptance by position and context length, {row}")
             made.append(_positions([f"{found.contexts[i]} tokens" for i in used], [cells[i] for i in used]))
     return made
+
+
+def _slower(found: Evaluation, temperature: float) -> list[Block]:
+    """Which rows lose against plain decoding, and where."""
+    places = []
+    for row in found.drafters:
+        speeds = found.speed(temperature, row)
+        names = {task: f"{row} on {task}" for task in speeds if task != MACRO}
+        if len(names) > 1:
+            names[MACRO] = f"{row} in the {MACRO}"
+        places += [f"{name} ({speeds[task].value:.2f})" for task, name in names.items() if speeds[task].value < 1]
+    return [f"SLOWER than plain decoding: {'; '.join(places)}."] if places else []
 
 
 def _summary(found: Evaluation, temperature: float) -> Table:

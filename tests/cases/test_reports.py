@@ -1,8 +1,9 @@
-"""Cases C65, C66, C89, C90 and C94: what a report, a card and a training on hardly any text say."""
+"""Cases C34, C65, C66, C89, C90 and C94: what a report, a card and a training on hardly any text say."""
 
 import datetime
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -180,3 +181,98 @@ def test_c94_training_on_20_samples_warns_and_its_evaluation_is_honest(tmp_path,
     assert setting["date"] in (datetime.date.today().isoformat(), str(datetime.date.today() - datetime.timedelta(1)))
     assert {"hardware", "dtype", "prompts", "torch"} <= set(setting)
     assert "threads" in setting["hardware"]
+
+
+THINKING = (
+    "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt and enable_thinking is defined and enable_thinking %}# think\n{% endif %}"
+)
+FIXED = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
+
+
+def chat_target(folder, template):
+    """The shipped target with a chat template."""
+    target, tokenizer = small_target()
+    tokenizer.chat_template = template
+    target.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def turns(tmp_path):
+    """Two conversations and a prompt that is none."""
+    path = tmp_path / "chat.jsonl"
+    rows = [{"turns": ["Read a file"]}, {"turns": ["Sort the names"]}, {"prompt": "def main(", "task": "code"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.slow
+def test_c34_both_modes_of_thinking_side_by_side(tmp_path, turns, capsys):
+    """Each mode of a conversation is a task of its own, and where a drafter is slower than plain decoding is said."""
+    folder = chat_target(tmp_path / "target", THINKING)
+    options = ["--target", str(folder), "--drafter", ready_hf.small_drafter_path("dspark"), "--temperature", "0"]
+    options += ["--prompts-file", str(turns), "--max-new-tokens", "10", "--resamples", "50"]
+    assert main(["eval", *options, "--thinking", "both", "--json", str(tmp_path / "both.json")]) == 0
+    report, found = capsys.readouterr().out, json.loads((tmp_path / "both.json").read_text())
+    tasks = {"chat, thinking", "chat, no thinking", "code"}
+    figures = found["figures"]["greedy"]["DSpark"]
+    assert tasks | {MACRO} == set(figures["accepted_length"]) == set(figures["speed"])
+    assert [text["task"] for text in found["texts"] if text["row"] == "plain"].count("chat, thinking") == 2
+    rows = {cells[0] for cells in table(report, "Greedy: speed by task")}
+    assert rows >= tasks
+    slower = [line for line in report.splitlines() if line.startswith("SLOWER than plain decoding")]
+    for task in tasks:
+        speed = figures["speed"][task]["value"]
+        assert (f"DSpark on {task} ({speed:.2f})" in "".join(slower)) is (speed < 1)
+
+    one = {}
+    for mode in ("on", "off"):
+        assert main(["eval", *options, "--thinking", mode, "--json", str(tmp_path / "one.json")]) == 0
+        one[mode] = json.loads((tmp_path / "one.json").read_text())["figures"]["greedy"]["DSpark"]["accepted_length"]
+        assert set(one[mode]) == {"chat", "code", MACRO}
+    lengths = [one[mode]["chat"]["value"] for mode in ("on", "off")]
+    names = ("chat, thinking", "chat, no thinking")
+    assert lengths == [figures["accepted_length"][name]["value"] for name in names]
+    assert lengths[0] != lengths[1]
+
+
+def test_c34_a_mode_that_is_slower_is_named():
+    """Times made up: one task twice as slow, one as fast again, one without drafts that help."""
+    from ready_hf.evaluation_result import Evaluation, Text
+    from ready_hf.statistics import Round
+
+    seconds = {"thinking": 2.0, "no thinking": 0.5, "code": 1.0}
+    texts = []
+    for index, (task, own) in enumerate(seconds.items()):
+        texts.append(Text(index, task, 0, "plain", 10, 1.0))
+        texts.append(Text(index, task, 0, "ReaDy", 10, own, log=(Round(5, 4, 1, [1, 1], tokens=3),)))
+    found = Evaluation(tuple(texts), ("plain", "ReaDy"), (), resamples=50)
+    assert "SLOWER than plain decoding: ReaDy on thinking (0.50)." in found.to_markdown()
+    fast = [text for text in texts if text.task != "thinking"]
+    assert "SLOWER" not in Evaluation(tuple(fast), ("plain", "ReaDy"), (), resamples=50).to_markdown()
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "message"),
+    [
+        (FIXED, ["--thinking", "both"], "--thinking: .*the chat template does not read `enable_thinking`"),
+        (None, ["--thinking", "on"], "--thinking: .*no chat template"),
+        (THINKING, ["--thinking", "mixed"], "--thinking must be one of on, off, both, got 'mixed'"),
+        (THINKING, ["--thinking", "on", "--prompts-file", "CODE"], "--thinking is for turns of a conversation"),
+    ],
+)
+def test_c34_modes_that_cannot_be_told_apart_are_refused(template, arguments, message, tmp_path, turns, capsys):
+    folder = chat_target(tmp_path / "target", template)
+    code = tmp_path / "code.jsonl"
+    code.write_text('{"prompt": "def main("}\n')
+    arguments = [str(code) if argument == "CODE" else argument for argument in arguments]
+    given = [] if "--prompts-file" in arguments else ["--prompts-file", str(turns)]
+    options = ["--target", str(folder), "--drafter", ready_hf.small_drafter_path("dspark")]
+    capsys.readouterr()  # of saving the target
+    assert main(["eval", *options, *given, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.search(message, err), err
+    assert err.count("\n") == 1

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+import ready_hf
 from ready_hf import ReadyDrafterConfig, ReadyDrafterModel, modeling_ready
 from ready_hf.drafting import DraftSession
 from ready_hf.features import FrozenTarget
-from support import drafter_for, random_prompt, tiny_target, trained_target, trained_tokenizer
+from support import DEVICES, drafter_for, random_prompt, tiny_target, trained_target, trained_tokenizer
 
 
 pytest.importorskip("accelerate")
@@ -405,18 +406,20 @@ def test_c27_the_loss_of_a_large_vocabulary_needs_less_than_2_gb(tmp_path):
     assert chunked < dense / 2
 
 
-def test_c62_a_row_without_any_anchor_changes_nothing():
-    """On a CPU, where the mask is dense: all of its slots are dummies, and loss and gradient stay finite."""
+@pytest.mark.parametrize("device", DEVICES)
+def test_c62_a_row_without_any_anchor_changes_nothing(device):
+    """The mask is dense everywhere: all slots of the row are dummies, and loss and gradient stay finite."""
     from ready_hf.features import choose_anchors, legal_anchors
     from ready_hf.losses import DraftingLoss
     from ready_hf.training import drafting_sums
 
-    target = tiny_target("qwen3_5")
-    drafter = drafter_for(target, block_size=6).train()
+    target = copy.deepcopy(tiny_target("qwen3_5")).to(device)
+    ready_hf.ensure_patched(target)
+    drafter = drafter_for(target, block_size=6).train().to(device)
     frozen = FrozenTarget(target, drafter.config)
-    ids = random_prompt(24, batch=2, seed=3)
+    ids = random_prompt(24, batch=2, seed=3).to(device)
     ids[1, 4:] = 0
-    mask = (torch.arange(24) < torch.tensor([[24], [4]])).long()
+    mask = (torch.arange(24) < torch.tensor([[24], [4]])).long().to(device)
     found = []
     for rows in (2, 1):
         anchors, is_anchor = choose_anchors(legal_anchors(mask[:rows], 6), 3)
@@ -427,9 +430,11 @@ def test_c62_a_row_without_any_anchor_changes_nothing():
         sums = drafting_sums(drafter, drafter, frozen, batch, DraftingLoss())
         sums.loss.backward()
         found.append((sums.metrics(), {name: p.grad.clone() for name, p in drafter.named_parameters()}))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    bound = 1e-5 if device == "cpu" else 1e-3  # products of other shapes there
+    assert found[0][0] == pytest.approx(found[1][0], rel=bound)
     for name, gradient in found[1][1].items():
-        assert float((found[0][1][name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
+        assert float((found[0][1][name] - gradient).norm()) <= bound * float(gradient.norm()), name
+    print(f"\nC62 on {device}: {found[0][0]}")
 
 
 def test_c68_reader_on_and_off_with_the_same_budget(tmp_path):

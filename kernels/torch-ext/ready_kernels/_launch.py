@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
+import logging
 import os
 import pathlib
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 
@@ -22,12 +26,43 @@ except ImportError:  # the torch references run everywhere
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
+logger = logging.getLogger(__name__)
+
 launches: Counter[str] = Counter()  # by kernel, since the process started or `launches.clear()`
 
 
 def has_kernels(device: torch.device) -> bool:
     """Whether Triton kernels run on tensors of this device: on CUDA, or anywhere in Triton's interpreter."""
-    return triton is not None and (device.type == "cuda" or INTERPRETED)
+    if triton is None or INTERPRETED or device.type != "cuda":
+        return triton is not None and INTERPRETED
+    if not torch.compiler.is_compiling():
+        ensure_cache_folder()
+    return True
+
+
+@functools.cache
+def ensure_cache_folder() -> None:
+    """Lets Triton compile where its cache folder cannot be written: a read-only home or image, a full disk.
+
+    It then compiles into a temporary folder, in this process, and still finds what the other one holds.
+    """
+    folder = pathlib.Path(triton.knobs.cache.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"0")
+    except OSError as error:
+        own = pathlib.Path(tempfile.mkdtemp(prefix="triton-cache-"))
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for entry in folder.iterdir():
+                (own / entry.name).symlink_to(entry.absolute())
+        triton.knobs.cache.dir = str(own)
+        logger.warning(
+            "Triton's cache folder cannot be written (%s): kernels are compiled into a temporary one, once per "
+            "process. Set TRITON_CACHE_DIR to a folder that can be written.",
+            error,
+        )
 
 
 def require_kernels(device: torch.device) -> None:

@@ -60,11 +60,12 @@ def commit_and_read(
         state in float32, before it is rounded to its own dtype.
 
     Raises:
-        ValueError: tensors that do not fit, before any launch.
+        ValueError: tensors that do not fit, or that need a gradient, before any launch.
         RuntimeError: `backend="triton"` where Triton does not run.
     """
     if queries is not None and queries.requires_grad and torch.is_grad_enabled():
         raise ValueError("`commit_and_read` has no gradient: read with `state_read`, or pass `queries.detach()`")
+    _refuse_gradients("commit_and_read", states, *records, *(() if out is None else (out,)))
     _check_options(options)
     keywords: dict[str, Any] = {"out": out, "slots": slots, "delta": delta, "l2norm": l2norm}
     if _use_triton(backend, accepted):
@@ -123,9 +124,10 @@ def conv_commit(uncut: Stacked, accepted: torch.Tensor, kernel_size: int, *, bac
         `torch.Tensor` of shape `[L, B, D, W]`, contiguous.
 
     Raises:
-        ValueError: tensors that do not fit, before any launch.
+        ValueError: tensors that do not fit, or that need a gradient, before any launch.
         RuntimeError: `backend="triton"` where Triton does not run.
     """
+    _refuse_gradients("conv_commit", uncut)
     if _use_triton(backend, accepted):
         from .triton_conv import conv_commit as launch
 
@@ -145,17 +147,24 @@ def verify(mixed_qkv: torch.Tensor, *args: Any, backend: str = "auto", **kwargs:
         backend (`str`): As in `commit_and_read`.
 
     Raises:
-        ValueError: tensors that do not fit, before any launch.
+        ValueError: tensors that do not fit, or that need a gradient, before any launch.
         RuntimeError: `backend="triton"` where Triton does not run.
     """
-    tensors = (mixed_qkv, *args, *kwargs.values())
-    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
-        raise ValueError("`verify` has no gradient: call it under `torch.no_grad()`")
+    _refuse_gradients("verify", *(x for x in (mixed_qkv, *args, *kwargs.values()) if isinstance(x, torch.Tensor)))
     if _use_triton(backend, mixed_qkv):
         from .triton_verify import verify as launch
 
         return launch(mixed_qkv, *args, **kwargs)
     return verify_reference.verify(mixed_qkv, *args, **kwargs)
+
+
+def _refuse_gradients(name: str, *tensors: Stacked) -> None:
+    """Raises ValueError if a gradient would be needed of an operation that has none."""
+    if not torch.is_grad_enabled():
+        return
+    single = (layers for x in tensors for layers in ([x] if isinstance(x, torch.Tensor) else x))
+    if any(x.requires_grad for x in single):
+        raise ValueError(f"`{name}` has no gradient: call it under `torch.no_grad()`")
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -1,0 +1,78 @@
+"""Case C11: the same prompts in float32 and in bfloat16, and what is said about texts that part."""
+
+import functools
+import json
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import ready_hf
+from ready_hf.cli import main
+from ready_hf.demo_prompts import Prompt
+from ready_hf.evaluation import evaluate
+from ready_hf.plain_paths import PlainPath
+from ready_hf.verify_target import drafted_run
+from support import DEVICES
+
+
+NEW_TOKENS = 34
+PROMPTS = ("import os\nimport sys\n", "try:\n    import json\n")  # in bfloat16 on a CPU their texts part
+
+
+@functools.cache
+def models(device, dtype):
+    """The shipped target, its tokenizer, and drafters by name."""
+    path = ready_hf.small_target_path()
+    target = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    drafter = AutoModel.from_pretrained(ready_hf.small_drafter_path("ready"), dtype=dtype).to(device).eval()
+    return target, AutoTokenizer.from_pretrained(path), {"lookup": ready_hf.PromptLookupDrafter(), "ReaDy": drafter}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_c11_float32_is_identical(device):
+    target, tokenizer, drafters = models(device, torch.float32)
+    for text in PROMPTS:
+        inputs = Prompt(text).encode(tokenizer, target.device)
+        options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+        plain = target.generate(**inputs, **options)
+        for drafter in drafters.values():
+            assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), plain)
+    print(f"\nC11 on {device} in float32: {len(PROMPTS) * len(drafters)} texts of {NEW_TOKENS} tokens identical")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_c11_bfloat16_parts_at_near_ties_only(device):
+    target, tokenizer, drafters = models(device, torch.bfloat16)
+    path = PlainPath(target, Prompt(PROMPTS[0]).encode(tokenizer, target.device), NEW_TOKENS)
+    found = [drafted_run(path, name, drafter, 0)[0] for name, drafter in drafters.items()]
+    ties = [run.tie for run in found if run.first_difference is not None]
+    print(f"\nC11 on {device} in bfloat16: {len(ties)} of {len(found)} texts part, {ties}")
+    assert ties or device != "cpu"
+    assert all(tie is not None and tie.is_near for tie in ties)
+    assert not path.tie(3).is_near  # a clear choice is none
+
+
+@pytest.mark.slow
+def test_c11_reports_say_so(tmp_path, capsys):
+    """The verdict is lossless and names the tie; an evaluation in bfloat16 does not fail, and says where to ask."""
+    file = tmp_path / "parting.jsonl"
+    file.write_text(json.dumps({"prompt": PROMPTS[0]}) + "\n")
+    options = ["--prompts-file", str(file), "--dtype", "bfloat16", "--max-new-tokens", str(NEW_TOKENS)]
+    assert main(["verify", *options, "--block-size", "1"]) == 0
+    report = capsys.readouterr().out
+    assert "\nLOSSLESS in bfloat16" in report
+    assert ", a near tie." in report
+    assert main(["eval", *options, "--temperature", "0", "--resamples", "50"]) == 0
+    report = capsys.readouterr().out
+    assert "ReaDy DIFFERENT in 1 of 1" in report
+    assert "In bfloat16 they may part at near ties: `ready-hf verify --dtype bfloat16`" in report
+
+
+def test_c11_an_evaluation_in_float32_has_no_excuse():
+    target, tokenizer, drafters = models("cpu", torch.float32)
+    found = evaluate(
+        target, tokenizer, drafters, [Prompt(PROMPTS[0])], max_new_tokens=4, temperatures=(0,), resamples=50
+    )
+    assert found.is_identical
+    assert "near ties" not in found.to_markdown()
