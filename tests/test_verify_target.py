@@ -3,6 +3,7 @@ asked."""
 
 import functools
 import json
+import sys
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from ready_hf.demo_prompts import Prompt
 from ready_hf.forced_drafts import ForcedDrafter, ObservedDrafter
 from ready_hf.plain_paths import NearTie, PlainPath, cache_error, snapshot
 from ready_hf.statistics import Round
-from ready_hf.target import CACHE_NAME
+from ready_hf.target import CACHE_NAME, recurrent_layers, unpatch
 from ready_hf.verify_target import DraftedRun, Verdict, drafted_run, verify_target
 from support import FAMILIES, drafter_for, random_prompt, tiny_target, trained_target, trained_tokenizer
 
@@ -115,6 +116,35 @@ def test_negative_control_in_bfloat16_too(fault, monkeypatch):
     assert not verdict.failures, verdict.report()
     broken(monkeypatch, fault)
     assert verify_target(model, inputs(), **options).failures
+
+
+def coarse_prompts(monkeypatch):
+    """A kernel as on a GPU: it multiplies a text in tf32, and short blocks in float32."""
+    unpatch()
+    module = sys.modules[type(recurrent_layers(trained_target())[0].mixer).__module__]
+    rule = module.torch_chunk_gated_delta_rule
+
+    def coarse(query, key, value, *args, **kwargs):
+        if query.shape[1] > 16:  # a mantissa of 10 bits
+            query, key, value = ((x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (query, key, value))
+        return rule(query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", coarse)
+
+
+@pytest.mark.parametrize("fault", [None, "one token too few", "rejected drafts stay"])
+def test_float32_is_asked_where_prompts_are_multiplied_in_tf32(fault, monkeypatch):
+    coarse_prompts(monkeypatch)
+    try:
+        if fault is not None:
+            broken(monkeypatch, fault)
+        verdict = verify_target(trained_target(), inputs(), block_size=BLOCK, max_new_tokens=16)
+    finally:
+        unpatch()
+    assert verdict.plain_difference > 1e-4
+    assert verdict.bound == 1e-5
+    assert verdict.is_lossless == (fault is None), verdict.report()
+    assert fault is None or max(run.state_error for run in verdict.runs) > 1e-3
 
 
 def test_only_the_rejection_that_is_broken_fails(monkeypatch):

@@ -55,6 +55,7 @@ class PlainPath:
         output: Any = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         self.ids: torch.Tensor = output  # [1, L + N]
         self._fresh: dict[int, Snapshot] = {}
+        self._stepped: dict[int, Snapshot] = {}
 
     def fresh(self, ids: torch.Tensor) -> Snapshot:
         """The cache after one forward over `ids` `[1, n]`; kept on the CPU for prefixes of the plain text."""
@@ -72,8 +73,20 @@ class PlainPath:
         """Largest error of the caches step by step against one forward, over all prefixes."""
         worst = 0.0
         for length, cache, _ in self._steps(self.ids.shape[1] - 1):
+            self._stepped[length] = snapshot(cache)
             worst = max(worst, cache_error(cache, self.fresh(self.ids[:, :length])))
         return worst
+
+    def error(self, ids: torch.Tensor, cache: Cache) -> float:
+        """Error of a cache that has seen `ids` `[1, n]`, against the nearer of the two plain ways.
+
+        They may be far apart: kernels of GPUs multiply a prompt in tf32, and single tokens in float32. Step by step is
+        known after `difference`, for prefixes of the plain text.
+        """
+        error, length = cache_error(cache, self.fresh(ids)), ids.shape[1]
+        if length in self._stepped and torch.equal(ids, self.ids[:, :length]):
+            error = min(error, cache_error(cache, self._stepped[length]))
+        return error
 
     def tie(self, position: int) -> NearTie:
         """Margin and spread at new token `position`, which must be one of the text."""
