@@ -146,7 +146,10 @@ def test_c81_positions_and_acceptance_behind_an_image(device, drafted_at):
 
 @pytest.mark.parametrize("family", [name for name in COMPOSITES if "mm_token_type_ids" in image_inputs(name)])
 def test_c81_every_target_whose_images_take_positions(family, drafted_at):
-    model, inputs = image_target(family), image_inputs(family)
+    try:
+        model, inputs = image_target(family), image_inputs(family)
+    except AttributeError as error:
+        pytest.skip(f"not in transformers {transformers.__version__}: {error}")
     drafter = drafter_for(model, reader=False)
     drafted, targets = decoded_at(model, lambda: generate(model, inputs, assistant_model=drafter, max_new_tokens=20))
     assert torch.equal(drafted, generate(model, inputs, max_new_tokens=20))
@@ -166,11 +169,11 @@ def test_c82_image_text_and_padding_in_turn(device):
     model, drafter = seeing_target(device), small_drafter(device)
     for name, inputs in calls.items():
         with ready_hf.record_stats() as stats:
-            found = generate(model, inputs, assistant_model=drafter, max_new_tokens=24)
+            found = generate(model, inputs, assistant_model=drafter, max_new_tokens=16)
         with ready_hf.record_stats() as fresh:
-            new = generate(seeing_target(device), inputs, assistant_model=small_drafter(device), max_new_tokens=24)
+            new = generate(seeing_target(device), inputs, assistant_model=small_drafter(device), max_new_tokens=16)
         assert torch.equal(found, new), name
-        assert torch.equal(found, generate(seeing_target(device), inputs, max_new_tokens=24)), name
+        assert torch.equal(found, generate(seeing_target(device), inputs, max_new_tokens=16)), name
         assert stats.accepted_by_position == fresh.accepted_by_position, name
         print(f"\nC82 on {device}: {name}, {stats.tokens_per_forward:.2f} tokens a forward, as of fresh objects")
         assert stats.tokens_per_forward > 1

@@ -90,8 +90,8 @@ def test_c75_fifty_rounds_of_a_random_hybrid(device, tmp_path):
     """Nothing of a state's size leaves the device; the commit is a small part of a round on a GPU."""
     model = random_hybrid(device)
     prompt = random_prompt(32).to(device)
-    options = {"do_sample": False, "max_new_tokens": 150}
-    drafts = partly_right(model.generate(prompt, **options), 0.6, block_size=7)
+    options = {"do_sample": False, "max_new_tokens": 110}
+    drafts = partly_right(model.generate(prompt, **options), 0.5, block_size=7)
     model.generate(prompt, assistant_model=drafts, do_sample=False, max_new_tokens=8)  # compiles
     with ready_hf.record_stats() as stats:
         output = model.generate(prompt, assistant_model=drafts, return_dict_in_generate=True, **options)
@@ -111,8 +111,8 @@ def test_c75_fifty_rounds_of_a_random_hybrid(device, tmp_path):
         f"({share:.1%}); {kept / 1e6:.2f} MB of states, {sum(to_host)} bytes in {len(to_host)} copies to the host, "
         f"largest {max(to_host, default=0)}"
     )
-    assert stats.rounds >= 50 or device == "cpu"
+    assert stats.rounds >= 50
     assert max(to_host, default=0) <= 1024  # tokens and flags
     if device == "cuda":
-        assert to_host
+        assert to_host, "not one copy was seen: does the profiler see this GPU?"
         assert share < 0.1
