@@ -46,8 +46,14 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     """Changes with any weight or buffer that is saved, its name, shape and dtype, and with the configuration.
 
     Raises:
-        ValueError: weights that are not in memory.
+        ValueError: weights that are not in memory, or change by being read.
     """
+    states = (getattr(parameter, "quant_state", None) for parameter in model.parameters())
+    if any(getattr(state, "packing_format_for_cpu", False) for state in states):
+        raise ValueError(
+            "a forward on this CPU has packed the 4-bit weights of bitsandbytes anew, and reading them would round "
+            "their scales and change the target's text: take the fingerprint before any forward, or use 8 bits"
+        )
     tensors = []
     for name, tensor in sorted(model.state_dict().items()):
         if not isinstance(tensor, torch.Tensor):

@@ -39,7 +39,7 @@ def matrix_shape(module: nn.Module) -> tuple[int, int]:
         ("num_embeddings", "embedding_dim") if hasattr(module, "embedding_dim") else ("out_features", "in_features")
     )
     shape = [getattr(module, name) for name in names] if hasattr(module, names[1]) else module.weight.shape
-    return int(shape[0]), int(shape[1])  # type: ignore[index, arg-type]
+    return int(shape[0]), int(shape[1])  # type: ignore[index]
 
 
 class FeatureCapture:

@@ -24,6 +24,7 @@ from support import (
 
 MOST_PLAIN = 3  # the prompt, and two for one token: keys and values of a fixed length, and of any
 MOST_DRAFTED = 5  # the prompt with features; two for a block and two for one token: keys as they came, and cut back
+MOST_DRAFTER = 4  # the prompt, and later rounds: one new position, several, keys and values of any length
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +41,11 @@ def compiled(model, **options):
     return made
 
 
-def two_layers():
+def two_layers(family="bamba"):
     """A recurrent layer and one of attention."""
-    config = FAMILIES["qwen3_5"]()
-    config.num_hidden_layers, config.layer_types = 2, ["linear_attention", "full_attention"]
+    config = FAMILIES[family]()
+    kinds = {"bamba": {"attn_layer_indices": [1]}, "qwen3_5": {"layer_types": ["linear_attention", "full_attention"]}}
+    config.update({"num_hidden_layers": 2, **kinds[family]})
     torch.manual_seed(0)
     return with_lively_weights(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
@@ -61,7 +63,7 @@ def written(model, new_tokens=40, **options):
 @pytest.mark.slow
 def test_c22_two_hundred_rounds_that_accept_one_to_nine_tokens():
     """Every number of drafts; the states and features of the rounds are those of the model as it was."""
-    plain, tokens = two_layers(), 1040
+    plain, tokens = two_layers("qwen3_5"), 1040
     target, reference = compiled(plain), written(plain, tokens)
     assert torch.equal(written(target), reference[:, :45])
     assert 0 < num_graphs() <= MOST_PLAIN
@@ -79,39 +81,30 @@ def test_c22_two_hundred_rounds_that_accept_one_to_nine_tokens():
     assert 0 < num_graphs() - before <= MOST_DRAFTED
 
 
-def test_c22_later_calls_find_the_code_of_the_first_ones():
-    """Blocks of other lengths, calls with a drafter and without in turn."""
+@pytest.mark.slow
+def test_c22_a_compiled_drafter_and_later_calls():
+    """The features that the drafter asks for arrive, though the target was compiled before anybody read any; calls
+    with other blocks, and without a drafter, find the code that is there."""
     plain = two_layers()
-    target, reference = compiled(plain), written(plain)
-    for most in (MOST_PLAIN + MOST_DRAFTED, 0):
-        before = num_graphs()
-        for block_size in (6, 3, 5):
-            drafter = partly_right(reference, 0.6, block_size)
-            drafter.target_layer_ids, drafter.check = [0, 1], FeatureCheck()
-            assert torch.equal(written(target, assistant_model=drafter), reference)
-            assert drafter.check.worst(plain, reference) < 1e-4
-            assert torch.equal(written(target), reference)
-        assert num_graphs() - before <= most
-    assert num_graphs() > 0
-
-
-def test_c22_a_compiled_drafter_on_a_compiled_target():
-    """The features that the drafter asks for arrive, though the target was compiled before anybody read any."""
-    plain = tiny_target("bamba")
     target, reference, drafter = compiled(plain), written(plain), drafter_for(plain, block_size=4)
     assert torch.equal(written(target), reference)
     with record_stats() as uncompiled:
         assert torch.equal(written(plain, assistant_model=drafter), reference)
-    before = num_graphs()
     drafter.compile(backend="eager")
-    for most in (MOST_DRAFTED + 4, 0):
+    for most in (MOST_DRAFTED + MOST_DRAFTER, 0):
+        before = num_graphs()
         with record_stats() as stats:
             assert torch.equal(written(target, assistant_model=drafter), reference)
         assert stats.accepted_by_position == uncompiled.accepted_by_position
+        scripted = partly_right(reference, 0.6, block_size=6)
+        scripted.target_layer_ids, scripted.check = drafter.config.target_layer_ids, FeatureCheck()
+        assert torch.equal(written(target, assistant_model=scripted), reference)
+        assert scripted.check.worst(plain, reference) < 1e-4
+        assert torch.equal(written(target), reference)
         assert num_graphs() - before <= most
-        before = num_graphs()
 
 
+@pytest.mark.slow
 def test_c22_a_static_cache():
     plain = two_layers()
     target, reference = compiled(plain), written(plain)
