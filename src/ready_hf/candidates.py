@@ -222,8 +222,16 @@ class ReadyCandidateGenerator(CandidateGenerator):
 
     def _collect(self, length: int | None) -> None:
         self._is_first_round = False
-        if self._capture is not None:
-            self._features.append(self._capture.take(length))
+        if self._capture is None:
+            return
+        features = self._capture.take(length)
+        missing = sorted(set(self.drafter.target_layer_ids) - features.keys())
+        if missing:
+            raise RuntimeError(
+                f"the target's last forward gave no outputs of layers {missing}, which the drafter reads: does compiled "
+                "code run that was made without hooks? Call `torch.compiler.reset()`, or do not compile the target"
+            )
+        self._features.append(features)
 
     def _taken_features(self) -> dict[int, torch.Tensor]:
         taken, self._features = self._features, []
