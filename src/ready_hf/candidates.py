@@ -228,8 +228,8 @@ class ReadyCandidateGenerator(CandidateGenerator):
         missing = sorted(set(self.drafter.target_layer_ids) - features.keys())
         if missing:
             raise RuntimeError(
-                f"the target's last forward gave no outputs of layers {missing}, which the drafter reads: does compiled "
-                "code run that was made without hooks? Call `torch.compiler.reset()`, or do not compile the target"
+                f"the target's last forward gave no outputs of layers {missing}, which the drafter reads: does "
+                "compiled code run that knows no hooks? Call `torch.compiler.reset()`, or do not compile the target"
             )
         self._features.append(features)
 

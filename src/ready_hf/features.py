@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from ready_hf.anchor_states import AnchorStates
 from ready_hf.chunk_states import forward_with_states
 from ready_hf.configuration_ready import ReadyDrafterConfig
+from ready_hf.drafting import any_weight
 from ready_hf.target import UnsupportedTargetError, output_head, recurrent_layers
 from ready_hf.target_features import FeatureCapture
 
@@ -300,8 +301,7 @@ def choose_anchors(
 
 def _hands_gradients_on(target: PreTrainedModel, hidden_size: int) -> bool:
     head = output_head(target)
-    weight = next(head.parameters())
-    inputs = torch.randn(1, hidden_size, device=weight.device, dtype=target.dtype)
+    inputs = torch.randn(1, hidden_size, device=any_weight(head).device, dtype=target.dtype)
     with torch.no_grad():
         head(inputs)  # may pack its weight anew, for speed
     with torch.enable_grad():

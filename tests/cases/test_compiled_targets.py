@@ -117,6 +117,7 @@ def test_c22_a_static_cache():
     assert num_graphs() > 0
 
 
+@pytest.mark.slow
 def test_c22_a_target_without_recurrent_layers():
     """Nothing tells its compiled code that features are read, so it is not used where they are."""
     options = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "head_dim": 16}

@@ -214,6 +214,29 @@ def test_c24_a_head_that_hands_no_gradient_on_is_refused(monkeypatch):
         FrozenTarget(target, config)
 
 
+class HeadOfBuffers(nn.Module):
+    """Packed as GPTQ and AWQ do it: integers and scales, and no parameter."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("scales", weight.abs().amax(-1, keepdim=True) / 127)
+        self.register_buffer("qweight", (weight / self.scales).round().to(torch.int8).T.contiguous())
+
+    def forward(self, x):
+        return x @ (self.qweight * self.scales.T)
+
+
+def test_c24_a_head_without_parameters(tmp_path):
+    pytest.importorskip("accelerate")
+    target = copy.deepcopy(trained_target())
+    target.lm_head = HeadOfBuffers(target.lm_head.weight.detach())
+    target.is_quantized = True
+    reference, drafter = written(target), drafter_of(target)
+    assert all(0 < loss < 100 for loss in train(target, drafter, tmp_path))
+    assert torch.equal(written(target, assistant_model=drafter.eval()), reference)
+
+
 def test_c24_the_fingerprint_of_a_packed_target():
     """It stays the same while the target is used, and is refused where reading the weights would change them."""
     target, other = target_of(4), load_quantised(ready_hf.tiny_target_path(), 4)
