@@ -4,12 +4,24 @@ import copy
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoTokenizer
 
 import ready_hf
 from ready_hf import fingerprints
 from ready_hf.fingerprints import tensor_checksum, tokenizer_fingerprint, weights_fingerprint
 from support import tiny_target
+
+
+def test_a_packed_weight_counts_by_what_it_is_made_of():
+    """As torchao's and quanto's, which are tensors around tensors."""
+    model, found = torch.nn.Linear(4, 3), set()
+    model.config = tiny_target("qwen3_5").config
+    for change in (0.0, 1.0):
+        scale = torch.ones(3, 4) + change
+        model.weight = torch.nn.Parameter(TwoTensor(torch.ones(3, 4), scale), requires_grad=False)
+        found |= {weights_fingerprint(model), weights_fingerprint(model)}
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.bool])

@@ -7,7 +7,7 @@ newest one and nothing of any rejected draft, and the target features of every n
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import logits_process
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
-from ready_hf.target import cache_in
+from ready_hf.target import cache_in, recurrent_layers
 from ready_hf.target_features import FeatureCapture
 
 
@@ -189,6 +189,8 @@ class ReadyCandidateGenerator(CandidateGenerator):
         self._features: list[dict[int, torch.Tensor]] = []
         self._is_first_round = True
         self._capture = FeatureCapture(target, drafter.target_layer_ids) if drafter.target_layer_ids else None
+        # compiled code looks for hooks in recurrent layers only (see `target.announce_reading`)
+        self._needs_eager = self._capture is not None and _is_compiled(target) and not recurrent_layers(target)
         self._set_active(False)
 
     def get_candidates(
@@ -214,8 +216,12 @@ class ReadyCandidateGenerator(CandidateGenerator):
     def reading_target(self) -> Iterator[None]:
         """The loop's own forwards run inside; those of a processor, or of the drafter itself, are not captured."""
         self._set_active(True)
+        stance: AbstractContextManager[Any] = nullcontext()
+        if self._needs_eager:
+            stance = torch.compiler.set_stance("force_eager")
         try:
-            yield
+            with stance:
+                yield
         finally:
             self._set_active(False)
 
@@ -234,12 +240,25 @@ class ReadyCandidateGenerator(CandidateGenerator):
 
     def _collect(self, length: int | None) -> None:
         self._is_first_round = False
-        if self._capture is not None:
-            self._features.append(self._capture.take(length))
+        if self._capture is None:
+            return
+        features = self._capture.take(length)
+        missing = sorted(set(self.drafter.target_layer_ids) - features.keys())
+        if missing:
+            raise RuntimeError(
+                f"the target's last forward gave no outputs of layers {missing}, which the drafter reads: does "
+                "compiled code run that knows no hooks? Call `torch.compiler.reset()`, or do not compile the target"
+            )
+        self._features.append(features)
 
     def _taken_features(self) -> dict[int, torch.Tensor]:
         taken, self._features = self._features, []
         return {i: torch.cat([features[i] for features in taken], dim=1) for i in taken[0]} if taken else {}
+
+
+def _is_compiled(model: PreTrainedModel) -> bool:
+    """Whether somebody has called `compile()` on a model or a part of it."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 class PromptLookupDrafter:

@@ -8,6 +8,7 @@ A session holds what belongs to one `generate` call. The drafter itself stays as
 stored in it.
 """
 
+import itertools
 import logging
 from typing import Any
 
@@ -30,9 +31,14 @@ NOT_A_TARGET = (
 )
 
 
+def any_weight(module: nn.Module) -> torch.Tensor:
+    """One of a module's tensors, for its device and dtype; some packed layers have buffers only."""
+    return next(itertools.chain(module.parameters(), module.buffers()))
+
+
 def moved_to(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
     """`value` on the device of a module's weights; as it is if they are offloaded, for then a hook moves both."""
-    weight = next(module.parameters())
+    weight = any_weight(module)
     return value if weight.is_meta else value.to(weight.device)
 
 

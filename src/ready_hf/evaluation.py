@@ -117,6 +117,7 @@ def evaluate(
             logger.warning("ready_hf: interrupted; this is about the first %d of %d prompts", index, len(prompts))
     options = {"max_new_tokens": max_new_tokens, "seed": seed, "resamples": resamples}
     setting = {"target": type(target).__name__, "dtype": str(target.dtype).removeprefix("torch."), **options}
+    setting |= _quantization(target)
     setting |= {"device": str(target.device), "hardware": _hardware(target.device), "torch": torch.__version__}
     setting |= {"prompts": done, "date": datetime.date.today().isoformat(), **_cuts(drafters)}
     return Evaluation(tuple(texts), tuple(names), tuple(context_edges), seed, resamples, setting)
@@ -188,6 +189,14 @@ def _hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} {device.type.upper()} with {torch.get_num_threads()} threads"
+
+
+def _quantization(target: PreTrainedModel) -> dict[str, str]:
+    config = getattr(target.config, "quantization_config", None)
+    if config is None:
+        return {}
+    kind: Any = getattr(config, "quantization_method", None)  # bitsandbytes: how many bits
+    return {"quantization": str(kind() if callable(kind) else getattr(config.quant_method, "value", "yes"))}
 
 
 def _cuts(drafters: Mapping[str, Drafter]) -> dict[str, float]:

@@ -15,7 +15,6 @@ heads, K key and V value channels of a state.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from transformers import PreTrainedModel
 from ready_hf.anchor_states import AnchorStates
 from ready_hf.chunk_states import forward_with_states
 from ready_hf.configuration_ready import ReadyDrafterConfig
+from ready_hf.drafting import any_weight
 from ready_hf.target import UnsupportedTargetError, output_head, recurrent_layers
 from ready_hf.target_features import FeatureCapture
 
@@ -66,11 +66,6 @@ class FrozenHead(nn.Module):
         super().__init__()
         self.head = head
 
-    @property
-    def weight(self) -> Any:
-        """Its weight `[V, d]`."""
-        return self.head.weight
-
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits `[..., V]` from `[..., d]`."""
         learning = {name: p.detach() for name, p in self.head.named_parameters() if p.requires_grad}
@@ -87,7 +82,8 @@ class FrozenTarget:
         config (`ReadyDrafterConfig`): Of the drafter to be trained.
 
     Raises:
-        ValueError: the drafter's configuration does not fit this target, or the target's output head is offloaded.
+        ValueError: the drafter's configuration does not fit this target, or the target's output head is offloaded, or
+        quantized in a way that hands no gradient on.
     """
 
     def __init__(self, target: PreTrainedModel, config: ReadyDrafterConfig):
@@ -96,6 +92,11 @@ class FrozenTarget:
             raise ValueError(
                 "the `device_map` left the target's output head without a device of its own (`cpu` beside GPUs, or "
                 "`disk`), and the drafter's gradients go through it: place it, mostly `lm_head`, on a GPU"
+            )
+        if getattr(target, "is_quantized", False) and not _hands_gradients_on(target, config.hidden_size):
+            raise ValueError(
+                f"{type(output_head(target)).__name__}, the target's quantized output head, hands no gradient on, and "
+                "the drafter's go through it: leave the head out (bitsandbytes: `llm_int8_skip_modules`)"
             )
         self.target, self.config = target, config
         by_index = {layer.layer_idx: layer for layer in recurrent_layers(target)}
@@ -296,6 +297,15 @@ def choose_anchors(
     is_chosen = best.values >= 0 if generator is not None else best.values > 0
     positions = torch.where(is_chosen, best.indices, 0).sort(dim=-1).values
     return positions, positions > 0
+
+
+def _hands_gradients_on(target: PreTrainedModel, hidden_size: int) -> bool:
+    head = output_head(target)
+    inputs = torch.randn(1, hidden_size, device=any_weight(head).device, dtype=target.dtype)
+    with torch.no_grad():
+        head(inputs)  # may pack its weight anew, for speed
+    with torch.enable_grad():
+        return bool(head(inputs.requires_grad_()).requires_grad)
 
 
 @contextmanager

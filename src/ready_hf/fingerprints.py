@@ -8,6 +8,7 @@ matter, so every device finds the same number.
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,8 +47,14 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     """Changes with any weight or buffer that is saved, its name, shape and dtype, and with the configuration.
 
     Raises:
-        ValueError: weights that are not in memory.
+        ValueError: weights that are not in memory, or change by being read.
     """
+    states = (getattr(parameter, "quant_state", None) for parameter in model.parameters())
+    if any(getattr(state, "packing_format_for_cpu", False) for state in states):
+        raise ValueError(
+            "a forward on this CPU has packed the 4-bit weights of bitsandbytes anew, and reading them would round "
+            "their scales and change the target's text: take the fingerprint before any forward, or use 8 bits"
+        )
     tensors = []
     for name, tensor in sorted(model.state_dict().items()):
         if not isinstance(tensor, torch.Tensor):
@@ -55,13 +62,23 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
             continue
         if tensor.is_meta:
             raise ValueError(f"the weight {name} is not in memory: load the target without offloading to CPU or disk")
-        tensors.append([name, list(tensor.shape), str(tensor.dtype), tensor_checksum(tensor)])
+        for place, part in _parts(name, tensor):
+            tensors.append([place, list(part.shape), str(part.dtype), tensor_checksum(part)])
     config = {
         name: value
         for name, value in model.config.to_dict().items()
         if not name.startswith("_") and name != "transformers_version"
     }
     return digest([type(model).__name__, config, tensors])
+
+
+def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor, or the ones of which a packed tensor is made."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield name, tensor
+        return
+    for part in tensor.__tensor_flatten__()[0]:
+        yield from _parts(f"{name}.{part}", getattr(tensor, part))
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

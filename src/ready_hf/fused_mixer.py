@@ -53,14 +53,14 @@ def fits(call: MixerCall, layer: Any, length: int) -> bool:
         length (`int`): Tokens of the block that is recorded.
     """
     mixer, hidden_states = call.mixer, call.hidden_states
-    if _name(mixer) not in KNOWN_MIXERS or not uses_kernels(hidden_states.device):
+    # `is_compiling` comes first: what is asked after it, compiled code would be bound to
+    if torch.compiler.is_compiling() or _name(mixer) not in KNOWN_MIXERS or not uses_kernels(hidden_states.device):
         return False
     state, window = layer.recurrent_states[0], layer.conv_states[0]
     return (
         hidden_states.shape[1] == length <= MAX_TOKENS
         and not call.has_packed_sequences
         and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(hidden_states.device.type)
         and state is not None
         and window is not None

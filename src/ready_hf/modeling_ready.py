@@ -21,7 +21,7 @@ from transformers.utils.output_capturing import capture_outputs
 from ready_hf.anchor_states import AnchorStates
 from ready_hf.backbone import BlockAttention, DrafterLayer, block_mask
 from ready_hf.configuration_ready import ReadyDrafterConfig
-from ready_hf.drafting import NOT_A_TARGET, DraftingMixin, moved_to
+from ready_hf.drafting import NOT_A_TARGET, DraftingMixin, any_weight, moved_to
 from ready_hf.heads import ConfidenceHead, SequentialHead, ZeroLinear
 from ready_hf.hub import push_to_hub
 from ready_hf.state_reader import StateReader
@@ -231,7 +231,7 @@ class ReadyDrafterModel(DraftingMixin, ReadyDrafterPreTrainedModel):
 
     def base_logits(self, hidden_states: torch.Tensor, head: nn.Module) -> torch.Tensor:
         """Logits `[..., V]` in float32 of the target's head, before the sequential head."""
-        weight = next(head.parameters())
+        weight = any_weight(head)
         # a quantized head takes its input as it is
         dtype = weight.dtype if weight.dtype in FLOATS else hidden_states.dtype
         return head(moved_to(head, hidden_states.to(dtype))).float().to(hidden_states.device)

@@ -87,9 +87,10 @@ class RollbackLayer(LinearAttentionCacheLayerMixin):
                 plain.recurrent_states[state_idx] = state.to(plain.recurrent_states[state_idx].dtype)
         return plain
 
-    def has_missed_update(self) -> bool:
-        """Whether a recurrent state was not updated through a recorded call in the last block."""
-        return any(done and i not in self._records for i, done in self.is_recurrent_states_initialized.items())
+    def has_missed_update(self, length: int) -> bool:
+        """Whether a recurrent state was not updated through a recorded call over the last block of `length` tokens."""
+        lengths = {i: record.length for i, record in self._records.items()}
+        return any(done and lengths.get(i) != length for i, done in self.is_recurrent_states_initialized.items())
 
 
 class Rollback:
@@ -217,7 +218,8 @@ class Rollback:
         return record
 
     def _observe(self, call: RecurrenceCall) -> Any:
-        if block_length(call) != self._length:
+        # compiled code would be compiled again for every length: `_check_records` looks
+        if not torch.compiler.is_compiling() and block_length(call) != self._length:
             return call.run()  # leaves no record: the cache layer refuses the update
         result, self._record = recorded(call)
         return result
@@ -253,7 +255,7 @@ class Rollback:
 
     def _check_records(self) -> None:
         for layer in self.cache.layers:
-            if isinstance(layer, RollbackLayer) and layer.has_missed_update():
+            if isinstance(layer, RollbackLayer) and layer.has_missed_update(self._length):
                 raise UnsupportedTargetError(_NO_RECORD)
 
     def _finish(self) -> None:

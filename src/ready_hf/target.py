@@ -294,8 +294,11 @@ MixerObserver = Callable[[MixerCall], torch.Tensor | None]
 
 
 class _ThreadState(threading.local):
-    observer: Observer | None = None
-    mixer_observer: MixerObserver | None = None
+    # set here, once per thread: compiled code does not notice what hides a default of the class
+    def __init__(self) -> None:
+        self.observer: Observer | None = None
+        self.mixer_observer: MixerObserver | None = None
+        self.read_layers: tuple[int, ...] = ()
 
 
 _thread = _ThreadState()
@@ -317,6 +320,11 @@ def observing_recurrence(observer: Observer, mixer_observer: MixerObserver | Non
         yield
     finally:
         _thread.observer, _thread.mixer_observer = previous
+
+
+def announce_reading(layer_ids: tuple[int, ...]) -> None:
+    """Says whose outputs hooks read in this thread: compiled code checks this, since it does not look for hooks."""
+    _thread.read_layers = layer_ids
 
 
 def ensure_patched(model: PreTrainedModel) -> None:
@@ -394,6 +402,7 @@ def _wrap(original: Any, module: ModuleType, recurrence: Recurrence | None) -> C
         # packed sequences need a kernel package: left to transformers, which says so
         packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
         run = functools.partial(torch_rule if first.device.type == "cpu" and not packed else original, *args, **kwargs)
+        bool(_thread.read_layers)  # see `announce_reading`
         if recurrence is None or packed or _thread.observer is None:
             return run()
         arguments = dict(zip(names, args, strict=False)) | kwargs

@@ -4,15 +4,16 @@ Taken by hooks on the layers, since the indices of `output_hidden_states=[...]` 
 hyper-connections carry several streams from layer to layer; a drafter reads their mean.
 """
 
-import functools
 import threading
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ready_hf.target import UnsupportedTargetError, ensure_patched, text_decoder
+from ready_hf.target import UnsupportedTargetError, announce_reading, ensure_patched, text_decoder
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -28,6 +29,17 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
             "Use a drafter that reads none."
         )
     return layers
+
+
+def matrix_shape(module: nn.Module) -> tuple[int, int]:
+    """Rows and columns `(V, d)` of embeddings or an output head; a packed weight has another shape of its own."""
+    while hasattr(module, "base_layer"):  # an adapter, which names the sizes of embeddings differently
+        module = module.base_layer  # type: ignore[assignment]
+    names = (
+        ("num_embeddings", "embedding_dim") if hasattr(module, "embedding_dim") else ("out_features", "in_features")
+    )
+    shape = [getattr(module, name) for name in names] if hasattr(module, names[1]) else module.weight.shape
+    return int(shape[0]), int(shape[1])  # type: ignore[index]
 
 
 class FeatureCapture:
@@ -50,16 +62,26 @@ class FeatureCapture:
                 f"0..{len(layers) - 1}"
             )
         ensure_patched(model)
-        self.is_active = True
-        self._thread_id = threading.get_ident()
-        self._hidden_size = int(model.get_input_embeddings().weight.shape[1])
+        hidden_size = matrix_shape(model.get_input_embeddings())[1]
         self._chunks: dict[int, list[torch.Tensor]] = {i: [] for i in target_layer_ids}
-        self._handles = [layers[i].register_forward_hook(functools.partial(self._collect, i)) for i in self._chunks]
+        self._layers = [layers[i] for i in self._chunks]
+        self._taps = [_connected_tap(layers[i], i, hidden_size) for i in self._chunks]
+        self.is_active = True
 
-    def _collect(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        if self.is_active and threading.get_ident() == self._thread_id:
-            hidden_states = output[0] if isinstance(output, tuple) else output
-            self._chunks[index].append(_one_stream(hidden_states, self._hidden_size))
+    @property
+    def is_active(self) -> bool:
+        """Whether outputs are collected; set by the thread whose forwards are meant."""
+        return self._is_active
+
+    @is_active.setter
+    def is_active(self, is_active: bool) -> None:
+        self._is_active = is_active
+        for tap in self._taps:
+            others = tuple(capture for capture in tap.active.captures if capture is not self)
+            tap.active.captures = (*others, self) if is_active else others
+        others = tuple(capture for capture in _active.captures if capture is not self)
+        _active.captures = (*others, self) if is_active else others
+        announce_reading(tuple(i for capture in _active.captures for i in capture._chunks))
 
     def take(self, length: int | None = None) -> dict[int, torch.Tensor]:
         """Hands over what came since the last call: `{layer id: [B, T, hidden]}`, cut to the first `length` tokens."""
@@ -70,8 +92,11 @@ class FeatureCapture:
 
     def close(self) -> None:
         """Removes the hooks and drops what was collected."""
-        for handle in self._handles:
-            handle.remove()
+        self.is_active = False
+        for layer in self._layers:
+            _disconnect_tap(layer)
+        self._layers.clear()
+        self._taps.clear()
         for chunks in self._chunks.values():
             chunks.clear()
 
@@ -80,6 +105,67 @@ class FeatureCapture:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+class _Active(threading.local):
+    """Captures that are active in this thread."""
+
+    def __init__(self) -> None:
+        self.captures: tuple[FeatureCapture, ...] = ()
+
+
+_active = _Active()
+
+
+class _Tap:
+    """The hook of a decoder layer: hands its outputs `[B, T, hidden]` to the captures of the thread that runs it.
+
+    Captures come and go with every `generate` call, and a compiled target is compiled again for a hook that is another
+    object, or has another key. So every layer keeps one tap and its key.
+    """
+
+    def __init__(self, index: int, hidden_size: int):
+        self.index, self.hidden_size, self.active = index, hidden_size, _Active()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        captures = self.active.captures
+        if captures:
+            hidden_states = _one_stream(output[0] if isinstance(output, tuple) else output, self.hidden_size)
+            for capture in captures:
+                capture._chunks[self.index].append(hidden_states)
+
+    def __reduce__(self) -> Any:
+        return _Tap, (self.index, self.hidden_size)  # that of a copied layer has no captures
+
+
+@dataclass
+class _Connection:
+    tap: _Tap
+    key: int
+    num_captures: int = 0
+
+
+_lock = threading.Lock()
+_connections: "weakref.WeakKeyDictionary[nn.Module, _Connection]" = weakref.WeakKeyDictionary()
+
+
+def _connected_tap(layer: nn.Module, index: int, hidden_size: int) -> _Tap:
+    with _lock:
+        connection = _connections.get(layer)
+        if connection is None:
+            tap = _Tap(index, hidden_size)
+            connection = _connections[layer] = _Connection(tap, layer.register_forward_hook(tap).id)
+        layer._forward_hooks[connection.key] = connection.tap
+        connection.num_captures += 1
+        return connection.tap
+
+
+def _disconnect_tap(layer: nn.Module) -> None:
+    with _lock:
+        connection = _connections[layer]
+        connection.num_captures -= 1
+        if not connection.num_captures:
+            layer._forward_hooks.pop(connection.key, None)
 
 
 def _one_stream(hidden_states: torch.Tensor, hidden_size: int) -> torch.Tensor:

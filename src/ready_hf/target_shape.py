@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from ready_hf.target import UnsupportedTargetError, check_target, output_head
-from ready_hf.target_features import decoder_layers
+from ready_hf.target_features import decoder_layers, matrix_shape
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ def target_shape(target: PreTrainedModel | PreTrainedConfig) -> TargetShape:
             f"{type(target).__name__} (model type {target.config.model_type!r}) has no output head: a drafter shares "
             "the target's embeddings and head. Load it with AutoModelForCausalLM."
         )
-    vocab_size, hidden_size = head.weight.shape
+    vocab_size, hidden_size = matrix_shape(head)
     return TargetShape(
         name=f"{type(target).__name__} (model type {target.config.model_type!r})",
-        vocab_size=int(vocab_size),
-        hidden_size=int(hidden_size),
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
         num_layers=len(decoder_layers(target)),
         state_layer_ids=tuple(layer.layer_idx for layer in layers),
         state_shapes=tuple(layer.state_shape for layer in layers),

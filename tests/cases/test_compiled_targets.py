@@ -1,0 +1,144 @@
+"""Case C22: compiled targets and drafters, whose code must not be compiled again in every round or every call."""
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from ready_hf import record_stats
+from support import (
+    FAMILIES,
+    VOCAB_SIZE,
+    FeatureCheck,
+    ScriptedDrafter,
+    StateCheck,
+    drafter_for,
+    partly_right,
+    random_prompt,
+    tiny_target,
+    with_lively_weights,
+)
+
+
+MOST_PLAIN = 3  # the prompt, and two for one token: keys and values of a fixed length, and of any
+MOST_DRAFTED = 5  # the prompt with features; two for a block and two for one token: keys as they came, and cut back
+MOST_DRAFTER = 4  # the prompt, and later rounds: one new position, several, keys and values of any length
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model, **options):
+    made = copy.deepcopy(model)
+    made.compile(**{"backend": "eager", **options})
+    return made
+
+
+def two_layers(family="bamba"):
+    """A recurrent layer and one of attention."""
+    config = FAMILIES[family]()
+    kinds = {"bamba": {"attn_layer_indices": [1]}, "qwen3_5": {"layer_types": ["linear_attention", "full_attention"]}}
+    config.update({"num_hidden_layers": 2, **kinds[family]})
+    torch.manual_seed(0)
+    return with_lively_weights(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+def num_graphs() -> int:
+    """Graphs so far; fails if code was too often compiled, and runs without from now on."""
+    assert not any("recompile limit" in reason for reason in counters["unimplemented"])
+    return counters["stats"].get("unique_graphs", 0)
+
+
+def written(model, new_tokens=40, **options):
+    return model.generate(random_prompt(5), do_sample=False, max_new_tokens=new_tokens, **options)
+
+
+@pytest.mark.slow
+def test_c22_two_hundred_rounds_that_accept_one_to_nine_tokens():
+    """Every number of drafts; the states and features of the rounds are those of the model as it was."""
+    plain, tokens = two_layers("qwen3_5"), 1040
+    target, reference = compiled(plain), written(plain, tokens)
+    assert torch.equal(written(target), reference[:, :45])
+    assert 0 < num_graphs() <= MOST_PLAIN
+
+    drafter = ScriptedDrafter(reference, block_size=8, is_right=lambda round_, position: position < round_ * 5 % 9)
+    features, states = FeatureCheck(), StateCheck(plain, every=20)
+    drafter.target_layer_ids, drafter.check = [0, 1], lambda context: (features(context), states(context))
+    before = num_graphs()
+    with record_stats() as stats:
+        assert torch.equal(written(target, tokens, assistant_model=drafter), reference)
+    assert drafter.rounds > 200
+    assert min(stats.accepted_by_position) > 20
+    assert states.worst < 1e-5
+    assert features.worst(plain, reference) < 1e-4
+    assert 0 < num_graphs() - before <= MOST_DRAFTED
+
+
+@pytest.mark.slow
+def test_c22_a_compiled_drafter_and_later_calls():
+    """The features that the drafter asks for arrive, though the target was compiled before anybody read any; calls
+    with other blocks, and without a drafter, find the code that is there."""
+    plain = two_layers()
+    target, reference, drafter = compiled(plain), written(plain), drafter_for(plain, block_size=4)
+    assert torch.equal(written(target), reference)
+    with record_stats() as uncompiled:
+        assert torch.equal(written(plain, assistant_model=drafter), reference)
+    drafter.compile(backend="eager")
+    for most in (MOST_DRAFTED + MOST_DRAFTER, 0):
+        before = num_graphs()
+        with record_stats() as stats:
+            assert torch.equal(written(target, assistant_model=drafter), reference)
+        assert stats.accepted_by_position == uncompiled.accepted_by_position
+        scripted = partly_right(reference, 0.6, block_size=6)
+        scripted.target_layer_ids, scripted.check = drafter.config.target_layer_ids, FeatureCheck()
+        assert torch.equal(written(target, assistant_model=scripted), reference)
+        assert scripted.check.worst(plain, reference) < 1e-4
+        assert torch.equal(written(target), reference)
+        assert num_graphs() - before <= most
+
+
+@pytest.mark.slow
+def test_c22_a_static_cache():
+    plain = two_layers()
+    target, reference = compiled(plain), written(plain)
+    for most, seed in ((MOST_DRAFTED, 0), (0, 1)):
+        before, drafter = num_graphs(), partly_right(reference, 0.6, block_size=6, seed=seed)
+        drafter.target_layer_ids, drafter.check = [0, 1], FeatureCheck()
+        assert torch.equal(written(target, cache_implementation="static", assistant_model=drafter), reference)
+        assert drafter.check.worst(plain, reference) < 1e-4
+        assert num_graphs() - before <= most
+    assert num_graphs() > 0
+
+
+@pytest.mark.slow
+def test_c22_a_target_without_recurrent_layers():
+    """Nothing tells its compiled code that features are read, so it is not used where they are."""
+    options = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "head_dim": 16}
+    config = Qwen3Config(vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, eos_token_id=None, **options)
+    plain = with_lively_weights(AutoModelForCausalLM.from_config(config))
+    target, reference = compiled(plain), written(plain)
+    assert torch.equal(written(target), reference)
+    before, drafter = num_graphs(), partly_right(reference, 0.6, block_size=6)
+    drafter.check = features = FeatureCheck()
+    assert torch.equal(written(target, assistant_model=drafter), reference)
+    assert features.worst(plain, reference) < 1e-4
+    assert num_graphs() == before
+    drafter.target_layer_ids, drafter.check = [], None
+    assert torch.equal(written(target, assistant_model=drafter), reference)
+    assert 0 < num_graphs() - before <= MOST_DRAFTED
+
+
+def test_c22_torch_compile_of_a_model_compiles_nothing_in_generate():
+    """transformers' `generate` belongs to the model inside; so it does with a drafter."""
+    plain = tiny_target("qwen3_5")
+    target, reference = torch.compile(plain, backend="eager"), written(plain)
+    assert torch.equal(written(target), reference)
+    assert torch.equal(written(target, assistant_model=partly_right(reference, 0.6, block_size=6)), reference)
+    assert num_graphs() == 0
