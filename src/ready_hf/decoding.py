@@ -241,7 +241,8 @@ class _Sequences:
         is_nan = emitting & column.scores.gather(1, column.tokens[:, None])[:, 0].isnan()  # argmax finds a NaN
         before = self.num_unfinished
         self.num_unfinished, num_nan = torch.stack([self.unfinished.sum(), is_nan.sum()]).tolist()
-        if num_nan:
+        # scores that processors spoil are the caller's: plain `generate` goes on with them
+        if num_nan and bool((column.logits.isnan() | column.logits.isposinf())[is_nan].any()):
             raise RuntimeError(
                 f"the target's scores of token {self.ids.shape[1] - 1} are not a number: is it broken, or overflowing "
                 "in its dtype? `remove_invalid_values=True` goes on regardless"
