@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from test_lossless import TASK
 
 ONE_ROW = ("lookup", "assistant")  # drafters that take one row
 DRAFTERS = {
-    "tiny": ("half right", "right", "wrong", "untrained", *ONE_ROW),
+    "tiny": ("half right", "right", "half right", "right", "wrong", "untrained", *ONE_ROW),
     "small": ("ready", "dspark", "ready", "dspark", *ONE_ROW),
 }
 
@@ -70,6 +71,7 @@ def drafter(name: str, kind: str, reference: torch.Tensor) -> Any:
     """A drafter for a target; `reference` is the text that scripted ones know."""
     if kind in ("right", "half right", "wrong"):
         share = {"right": 1.0, "half right": 0.6, "wrong": 0.0}[kind]
+        reference = reference.masked_fill(reference == 0, 3)  # no drafter knows that a row has finished and is padded
         return partly_right(torch.nn.functional.pad(reference, (0, 24), value=3), share, block_size=5)
     if kind in ("ready", "dspark"):
         return trained_drafter(kind)
@@ -175,13 +177,14 @@ def outcome(run: Callable[[], Outcome]) -> Outcome | tuple[type, str]:
         return type(error), str(error)
 
 
-def tokens_of(name: str) -> st.SearchStrategy[int]:
-    """Tokens that the target is likely to write."""
-    return st.sampled_from(sorted(set(text(name).tolist())))
+@functools.cache
+def common(name: str, most: int) -> list[int]:
+    """Tokens that the target is likely to write, the likeliest first."""
+    return [token for token, _ in Counter(text(name).tolist()).most_common(most)]
 
 
 def lengths(longest: int) -> st.SearchStrategy[dict[str, int]]:
-    new = st.integers(1, longest)
+    new = st.sampled_from([1, 2, 4, longest - 1, longest, longest])
     return st.one_of(
         st.builds(lambda n: {"max_new_tokens": n}, new),
         st.builds(lambda n, least: {"max_new_tokens": n, "min_new_tokens": least}, new, st.integers(0, longest)),
@@ -190,42 +193,42 @@ def lengths(longest: int) -> st.SearchStrategy[dict[str, int]]:
     )
 
 
-def options(name: str, longest: int, sample: bool) -> st.SearchStrategy[dict[str, Any]]:
-    """Options of `generate` that change what is decoded, or what comes out beside the ids."""
-    some = tokens_of(name)
-    sampling = st.fixed_dictionaries(
-        {"do_sample": st.just(True)},
-        optional={
-            "temperature": st.sampled_from([0.3, 1.0, 2.0]),
-            "top_k": st.integers(1, 40),
-            "top_p": st.sampled_from([0.2, 0.9, 1.0]),
-            "min_p": st.sampled_from([0.01, 0.2]),
-            "typical_p": st.sampled_from([0.3, 0.95]),
-        },
-    )
+def options(name: str) -> dict[str, st.SearchStrategy[Any]]:
+    """Options of `generate`, beside lengths and sampling, that change what is decoded or what comes out."""
+    some, likely = st.sampled_from(common(name, 60)), st.sampled_from(common(name, 12))
     static = ["static"] if getattr(StaticLayer, "is_croppable", False) else []
-    rest = st.fixed_dictionaries(
-        {},
-        optional={
-            "num_assistant_tokens": st.integers(0, 9),
-            "eos_token_id": st.one_of(some, st.lists(some, min_size=1, max_size=12, unique=True)),
-            "repetition_penalty": st.sampled_from([0.8, 1.1, 1.8]),
-            "no_repeat_ngram_size": st.integers(1, 3),
-            "bad_words_ids": st.lists(st.lists(some, min_size=1, max_size=2), min_size=1, max_size=4),
-            "suppress_tokens": st.lists(some, min_size=1, max_size=20),
-            "begin_suppress_tokens": st.lists(some, min_size=1, max_size=20),
-            "forced_eos_token_id": some,
-            "exponential_decay_length_penalty": st.tuples(st.integers(0, 5), st.sampled_from([1.1, 2.0])),
-            "renormalize_logits": st.booleans(),
-            "remove_invalid_values": st.booleans(),
-            "cache_implementation": st.sampled_from(["dynamic", *static]),
-            "prefill_chunk_size": st.integers(1, 8),
-            "output_scores": st.booleans(),
-            "output_logits": st.booleans(),
-        },
-    )
-    first = sampling if sample else st.just({"do_sample": False})
-    return st.builds(lambda *parts: functools.reduce(dict.__or__, parts), first, lengths(longest), rest)
+    return {
+        "num_assistant_tokens": st.integers(0, 9),
+        "eos_token_id": st.one_of(likely, st.lists(some, min_size=1, max_size=12, unique=True)),
+        "repetition_penalty": st.sampled_from([0.8, 1.1, 1.8]),
+        "no_repeat_ngram_size": st.integers(1, 3),
+        "bad_words_ids": st.lists(st.lists(some, min_size=1, max_size=2), min_size=1, max_size=4),
+        "suppress_tokens": st.lists(some, min_size=1, max_size=20),
+        "begin_suppress_tokens": st.lists(some, min_size=1, max_size=20),
+        "forced_eos_token_id": some,
+        "exponential_decay_length_penalty": st.tuples(st.integers(0, 5), st.sampled_from([1.1, 2.0])),
+        "renormalize_logits": st.just(True),
+        "remove_invalid_values": st.just(True),
+        "cache_implementation": st.sampled_from(["dynamic", *static]),
+        "prefill_chunk_size": st.integers(1, 8),
+        "output_scores": st.just(True),
+        "output_logits": st.just(True),
+    }
+
+
+WARPERS = {
+    "temperature": st.sampled_from([0.3, 1.0, 2.0]),
+    "top_k": st.integers(1, 40),
+    "top_p": st.sampled_from([0.2, 0.9, 1.0]),
+    "min_p": st.sampled_from([0.01, 0.2]),
+    "typical_p": st.sampled_from([0.3, 0.95]),
+}
+
+
+def some_of(draw: Any, table: dict[str, st.SearchStrategy[Any]], most: int) -> dict[str, Any]:
+    """A few of many options: of all together, each would be lost in what the others do."""
+    names = draw(st.lists(st.sampled_from(sorted(table)), max_size=most, unique=True))
+    return {name: draw(table[name]) for name in names}
 
 
 @st.composite
@@ -233,12 +236,15 @@ def calls(draw: Any, name: str, longest: int, sample: bool) -> Call:
     """A call on a target, of up to `longest` new tokens."""
     kind = draw(st.sampled_from(DRAFTERS[name]))
     rows = 1 if kind in ONE_ROW else draw(st.integers(1, 3))
+    chosen = {"do_sample": sample, **draw(lengths(longest)), **some_of(draw, options(name), 4)}
+    if rows > 1 and draw(st.booleans()):  # rows that finish at different places
+        chosen["eos_token_id"] = draw(st.lists(st.sampled_from(common(name, 12)), min_size=1, max_size=3))
     found = Call(
         target=name,
         kind=kind,
         starts=tuple(draw(st.integers(0, len(text(name)) - 13)) for _ in range(rows)),
         lengths=tuple(draw(st.integers(1, 12)) for _ in range(rows)),
-        options=draw(options(name, longest, sample)),
+        options=chosen | (some_of(draw, WARPERS, 3) if sample else {}),
         extras=draw(st.frozensets(st.sampled_from(["processor", "streamer", "stop strings"]), max_size=2)),
         more=draw(st.sampled_from([0, 0, 1, 4])),
         seed=draw(st.integers(0, 9)),

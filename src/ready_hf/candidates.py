@@ -171,8 +171,8 @@ class ReadyCandidateGenerator(CandidateGenerator):
         self.warpers = sampling_warpers(logits_processor)
         self._features: list[dict[int, torch.Tensor]] = []
         self._is_first_round = True
-        self._capture = FeatureCapture(target, drafter.target_layer_ids) if drafter.target_layer_ids else None
-        self._set_active(False)
+        ids = drafter.target_layer_ids
+        self._capture = FeatureCapture(target, ids, attach=False) if ids else None
 
     def get_candidates(
         self, input_ids: torch.LongTensor, *, model_kwargs: dict[str, Any], num_drafts: int, **kwargs: Any
@@ -213,6 +213,8 @@ class ReadyCandidateGenerator(CandidateGenerator):
     def _set_active(self, is_active: bool) -> None:
         if self._capture is not None:
             self._capture.is_active = is_active
+            if is_active:  # the loop's first forward: it is sure to call `close` by now
+                self._capture.attach()
 
     def _collect(self, length: int | None) -> None:
         self._is_first_round = False

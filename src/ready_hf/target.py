@@ -312,10 +312,13 @@ def observing_recurrence(observer: Observer, mixer_observer: MixerObserver | Non
     Calls of whole mixers go to `mixer_observer(call)` first, which returns their output, or `None` to let them run.
     """
     previous = _thread.observer, _thread.mixer_observer
-    _thread.observer, _thread.mixer_observer = observer, mixer_observer
     try:
-        yield
-    finally:
+        try:
+            _thread.observer, _thread.mixer_observer = observer, mixer_observer
+            yield
+        finally:
+            _thread.observer, _thread.mixer_observer = previous
+    finally:  # again, for an interrupt may have come just before
         _thread.observer, _thread.mixer_observer = previous
 
 

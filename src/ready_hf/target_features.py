@@ -36,12 +36,13 @@ class FeatureCapture:
     Args:
         model (`PreTrainedModel`): The target.
         target_layer_ids (`list[int]`): Indices of decoder layers whose output is read (0 is the first layer).
+        attach (`bool`): Hook the layers now. Else by `attach()`, once somebody is sure to call `close`.
 
     Raises:
         ValueError: an index beyond the last layer.
     """
 
-    def __init__(self, model: PreTrainedModel, target_layer_ids: list[int]):
+    def __init__(self, model: PreTrainedModel, target_layer_ids: list[int], attach: bool = True):
         layers = decoder_layers(model)
         wrong = [i for i in target_layer_ids if not 0 <= i < len(layers)]
         if wrong:
@@ -54,7 +55,16 @@ class FeatureCapture:
         self._thread_id = threading.get_ident()
         self._hidden_size = int(model.get_input_embeddings().weight.shape[1])
         self._chunks: dict[int, list[torch.Tensor]] = {i: [] for i in target_layer_ids}
-        self._handles = [layers[i].register_forward_hook(functools.partial(self._collect, i)) for i in self._chunks]
+        self._layers = {i: layers[i] for i in self._chunks}
+        self._handles: list[Any] = []
+        if attach:
+            self.attach()
+
+    def attach(self) -> None:
+        """Hooks the layers, unless they are hooked already."""
+        if not self._handles:
+            for i, layer in self._layers.items():
+                self._handles.append(layer.register_forward_hook(functools.partial(self._collect, i)))
 
     def _collect(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         if self.is_active and threading.get_ident() == self._thread_id:
