@@ -9,7 +9,6 @@ import functools
 
 import pytest
 import torch
-from test_lossless import TASK
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process
 
@@ -32,6 +31,7 @@ from support import (
     trained_tokenizer,
     worst_error,
 )
+from test_lossless import TASK
 
 
 pytestmark = pytest.mark.lossless

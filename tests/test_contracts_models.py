@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -21,7 +21,8 @@ from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from ready_hf import recurrent_layers
-from ready_hf.target import CPU_ROUTED_FUNCTIONS, MAMBA1_FUNCTION, unpatch
+from ready_hf.recurrences import CPU_ROUTED_FUNCTIONS, MAMBA1_FUNCTION
+from ready_hf.target import unpatch
 from support import FAMILIES, cache_of, contract, feed, random_prompt, tiny_target, torch_rule
 
 
@@ -151,3 +152,27 @@ def test_decoder_layers(family):
     finally:
         _ = [handle.remove() for handle in handles]
     assert [(x[0] if isinstance(x, tuple) else x).shape for x in outputs] == [(1, 5, 64)] * 4
+
+
+@contract(
+    "`from_pretrained` hands the files to `_load_pretrained_model` before it reads them, resolved, with their index"
+)
+def test_files_of_a_checkpoint_are_handed_over(tmp_path, monkeypatch):
+    model, seen = tiny_target("qwen3_5"), []
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    original = PreTrainedModel._load_pretrained_model
+
+    def load(model, state_dict, checkpoint_files, load_config, **kwargs):
+        assert state_dict is None
+        assert all(tensor.is_meta for tensor in model.parameters())
+        seen.append((checkpoint_files, load_config))
+        return original(model, state_dict, checkpoint_files, load_config, **kwargs)
+
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(load))
+    type(model).from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+    ((files, config),) = seen
+    assert len(files) > 1
+    assert sorted(map(str, files)) == sorted(map(str, tmp_path.glob("*.safetensors")))
+    assert {*config.sharded_metadata["weight_map"].values()} == {path.name for path in tmp_path.glob("*.safetensors")}
+    assert config.ignore_mismatched_sizes is True
+    assert config.is_quantized is False

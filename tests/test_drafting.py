@@ -11,7 +11,8 @@ import torch
 import ready_hf
 from ready_hf import DraftContext, ReadyDrafterModel
 from ready_hf.drafting import DraftSession
-from ready_hf.target import MAMBA2, recurrent_layers
+from ready_hf.recurrences import MAMBA2
+from ready_hf.target import recurrent_layers
 from support import (
     FAMILIES,
     StateCheck,

@@ -21,7 +21,8 @@ from composites import COMPOSITES, SPECIAL_TOKENS, image_inputs
 from families import CONVOLUTIONS, FAMILIES, MORE_FAMILIES, REFUSED
 from ready_hf import UnsupportedTargetError, recurrent_layers
 from ready_hf.features import FrozenTarget
-from ready_hf.target import CACHE_NAME, RECURRENCES, check_target, committed_states
+from ready_hf.recurrences import RECURRENCES
+from ready_hf.target import CACHE_NAME, check_target, committed_states
 from support import StateCheck, cache_of, drafter_for, image_target, partly_right, random_prompt, tiny_target
 
 

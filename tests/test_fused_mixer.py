@@ -12,7 +12,8 @@ import transformers
 import ready_hf
 from families import BASE, EXPERTS, FAMILIES, GATED_DELTA, LAYER_TYPES, NO_SPECIAL_TOKENS
 from ready_hf import fused_mixer, kernels, ops
-from ready_hf.target import GATED_DELTA_RULE, MixerCall, observing_recurrence, recurrent_layers
+from ready_hf.recurrences import GATED_DELTA_RULE
+from ready_hf.target import MixerCall, observing_recurrence, recurrent_layers
 from support import (
     cache_argument,
     cache_of,

@@ -166,3 +166,20 @@ def test_processors_run_on_the_target_side_only() -> None:
         assistant_model=drafter,
     )
     assert handed[0] == ["TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"]
+
+
+class Spoiling(LogitsProcessor):
+    """Makes every third position's scores NaN."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores * float("nan") if input_ids.shape[1] % 3 == 0 else scores
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_scores_that_a_processor_spoils_are_those_of_plain_generate(share: float) -> None:
+    """The target is not at fault, and plain decoding takes the first token there."""
+    options = {"logits_processor": [Spoiling()]}
+    want = plain(**options)
+    drafter = partly_right(want, share)
+    assert torch.equal(generate(random_prompt(PROMPT_LENGTH), assistant_model=drafter, **options), want)
+    assert 0 in want[0, PROMPT_LENGTH:]

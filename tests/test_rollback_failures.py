@@ -10,8 +10,9 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from ready_hf import Rollback, UnsupportedTargetError, recurrent_layers
 from ready_hf.block_records import Record
+from ready_hf.recurrences import GATED_DELTA_RULE, KDA, MAMBA2
 from ready_hf.rollback import check_cache
-from ready_hf.target import GATED_DELTA_RULE, KDA, MAMBA2, _modeling_modules, _thread
+from ready_hf.target import _modeling_modules, _thread
 from support import FAMILIES, cache_of, feed, fresh_states, random_prompt, states, tiny_target, worst_error
 
 

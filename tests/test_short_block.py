@@ -10,7 +10,8 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from ready_hf.block_records import Record, _by_step_rule, _short_block
-from ready_hf.target import GATED_DELTA_RULE, KDA, MAMBA2, RecurrenceCall
+from ready_hf.recurrences import GATED_DELTA_RULE, KDA, MAMBA2
+from ready_hf.target import RecurrenceCall
 from support import torch_rule
 
 

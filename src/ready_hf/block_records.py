@@ -21,7 +21,8 @@ from ready_hf.kernels import (
     window_state,
 )
 from ready_hf.ops import StateCommit, uses_kernels
-from ready_hf.target import GATED_DELTA_RULE, MAMBA2, RecurrenceCall
+from ready_hf.recurrences import GATED_DELTA_RULE, MAMBA2
+from ready_hf.target import RecurrenceCall
 
 
 # Blocks up to this length bypass the block function, which pads them to a chunk of 64 or more: where the step function

@@ -188,10 +188,10 @@ class ReadyCandidateGenerator(CandidateGenerator):
         self.warpers = sampling_warpers(logits_processor)
         self._features: list[dict[int, torch.Tensor]] = []
         self._is_first_round = True
-        self._capture = FeatureCapture(target, drafter.target_layer_ids) if drafter.target_layer_ids else None
+        ids = drafter.target_layer_ids
+        self._capture = FeatureCapture(target, ids, attach=False) if ids else None
         # compiled code looks for hooks in recurrent layers only (see `target.announce_reading`)
         self._needs_eager = self._capture is not None and _is_compiled(target) and not recurrent_layers(target)
-        self._set_active(False)
 
     def get_candidates(
         self, input_ids: torch.LongTensor, *, model_kwargs: dict[str, Any], num_drafts: int, **kwargs: Any
@@ -236,6 +236,8 @@ class ReadyCandidateGenerator(CandidateGenerator):
 
     def _set_active(self, is_active: bool) -> None:
         if self._capture is not None:
+            if is_active:  # the loop's first forward: it is sure to call `close` by now
+                self._capture.attach()
             self._capture.is_active = is_active
 
     def _collect(self, length: int | None) -> None:

@@ -13,9 +13,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ready_hf.target import UnsupportedTargetError
 from ready_hf.target_shape import TargetShape, special_token_ids, target_shape
@@ -187,6 +189,10 @@ class ReadyDrafterConfig(PreTrainedConfig):
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            allowed_types = sorted({"default", *ROPE_INIT_FUNCTIONS})
+            raise ValueError(f"`rope_parameters` must have a `rope_type` out of {allowed_types}, got {rope_type!r}")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` must be an activation that transformers knows, got {self.hidden_act!r}")
         if self.num_attention_heads % (self.num_key_value_heads or 1):
@@ -270,7 +276,21 @@ class ReadyDrafterConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers; what was saved before a gate could have several inputs had the anchor alone."""
+        """As in transformers; what was saved before a gate could have several inputs had the anchor alone.
+
+        Raises:
+            ValueError: a file that names code of the Hub, or a dtype that torch does not have.
+        """
+        for name in ("attn_implementation", "_attn_implementation"):
+            if "/" in str(config_dict.get(name)):  # of a file: those of the caller are in `kwargs`
+                raise ValueError(
+                    f"the configuration names code of the Hub, `{name}={config_dict[name]!r}`: remove it, and pass "
+                    "`attn_implementation` to `from_pretrained` if you trust that code"
+                )
+        for name in ("dtype", "torch_dtype"):
+            value = config_dict.get(name)
+            if isinstance(value, str) and not isinstance(getattr(torch, value, None), torch.dtype):
+                raise ValueError(f"`{name}` must be a type of torch such as 'bfloat16', got {value!r}")
         if {
             "reader_gate",
             "transformers_version",

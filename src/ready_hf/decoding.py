@@ -25,7 +25,7 @@ from ready_hf.acceptance import Column, verified_columns
 from ready_hf.candidates import Drafter
 from ready_hf.ops import takes, uses_kernels
 from ready_hf.outputs import Transcript
-from ready_hf.rollback import Rollback, check_cache
+from ready_hf.rollback import Rollback, check_cache, close_surely
 from ready_hf.statistics import CallStats
 from ready_hf.target import cache_in, check_cached_states, check_target, ensure_patched
 
@@ -94,7 +94,7 @@ def speculative_decoding(
                 "transformers CandidateGenerator"
             )
         if callable(getattr(generator, "close", None)):
-            stack.callback(generator.close)
+            close_surely(stack, generator.close)
         most = getattr(generator, "most_drafts", None)  # of a block drafter
         if most is not None and num_assistant_tokens is not None and num_assistant_tokens > most:
             logger.warning(
@@ -108,8 +108,7 @@ def speculative_decoding(
 
         with call.timing("prefill"), _reading_target(generator):
             outputs = model._prefill(input_ids, generation_config, model_kwargs)
-        rollback = Rollback(cache_in(outputs))
-        stack.callback(rollback.close)
+        rollback = Rollback(cache_in(outputs), stack)
         check_cached_states(model, layers, rollback.cache)
         sequences.transcript.add_prefill(outputs)
         logits = _last_logits(outputs, 1, input_ids)
@@ -241,7 +240,8 @@ class _Sequences:
         is_nan = emitting & column.scores.gather(1, column.tokens[:, None])[:, 0].isnan()  # argmax finds a NaN
         before = self.num_unfinished
         self.num_unfinished, num_nan = torch.stack([self.unfinished.sum(), is_nan.sum()]).tolist()
-        if num_nan:
+        # scores that processors spoil are the caller's: plain `generate` goes on with them
+        if num_nan and bool((column.logits.isnan() | column.logits.isposinf())[is_nan].any()):
             raise RuntimeError(
                 f"the target's scores of token {self.ids.shape[1] - 1} are not a number: is it broken, or overflowing "
                 "in its dtype? `remove_invalid_values=True` goes on regardless"

@@ -16,6 +16,7 @@ from ready_hf.demo_prompts import Prompt, UsageError
 from ready_hf.ops import uses_kernels
 from ready_hf.target import check_target
 from ready_hf.ways import NAMES
+from ready_hf.weight_files import why_unloadable
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -103,8 +104,10 @@ def load_target(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenize
     path = settings.target_path
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
+        if problem := why_unloadable(path, {}):
+            raise ValueError(problem)
         target, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[settings.dtype], output_loading_info=True
+            path, dtype=DTYPES[settings.dtype], output_loading_info=True, use_safetensors=True
         )
         if info["missing_keys"]:  # transformers would make them up
             raise ValueError(f"its weights lack {', '.join(sorted(info['missing_keys'])[:3])}")

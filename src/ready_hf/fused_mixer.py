@@ -15,7 +15,8 @@ from ready_hf import kernels
 from ready_hf.block_records import Record
 from ready_hf.kernels.verify_reference import ACTIVATIONS, MAX_TOKENS
 from ready_hf.ops import uses_kernels
-from ready_hf.target import GATED_DELTA_RULE, MixerCall, RecurrenceCall, is_untouched
+from ready_hf.recurrences import GATED_DELTA_RULE
+from ready_hf.target import MixerCall, RecurrenceCall, is_untouched
 
 
 Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -240,6 +240,11 @@ def _drafted_generate(original: Callable[..., Any], model: Any, drafter: Drafter
             "`synced_gpus=True` cannot be combined with a ready_hf drafter: processes would run different "
             "numbers of rounds"
         )
+    if call.get("inputs_embeds") is not None and _effective(model, call, "prefill_chunk_size") is not None:
+        raise ValueError(
+            "`prefill_chunk_size` cuts a prompt of token ids into pieces; transformers cannot cut `inputs_embeds`: "
+            "drop one of them"
+        )
     # the loop checks these too, but `generate` may run an encoder or another way of decoding before it gets there
     check_target(model)
     check_options(functools.partial(_effective, model, call))

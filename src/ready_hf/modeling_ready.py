@@ -25,6 +25,13 @@ from ready_hf.drafting import NOT_A_TARGET, DraftingMixin, any_weight, moved_to
 from ready_hf.heads import ConfidenceHead, SequentialHead, ZeroLinear
 from ready_hf.hub import push_to_hub
 from ready_hf.state_reader import StateReader
+from ready_hf.weight_files import (
+    BrokenCheckpointError,
+    check_finite,
+    check_headers,
+    check_index_names,
+    why_unloadable,
+)
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -65,35 +72,50 @@ class ReadyDrafterPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         """As in transformers, except that a checkpoint must fit: no tensor is made up or left out silently.
 
-        With `output_loading_info=True` the caller is told instead, and `ignore_mismatched_sizes=True` allows other
-        shapes, as in transformers.
+        Only safetensors files are loaded. With `output_loading_info=True` the caller is told about names instead, and
+        `ignore_mismatched_sizes=True` allows other shapes, as in transformers.
 
         Raises:
-            RuntimeError: naming the tensors that are missing, have another shape, or belong to no module.
+            RuntimeError: naming the tensors that are missing, have another shape or type, are not finite, or belong to
+            no module; the file that is no whole safetensors file; or what is wrong with the index of files.
+            ValueError: `use_safetensors=False`.
         """
-        if pretrained_model_name_or_path is None or kwargs.get("output_loading_info"):
-            return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
-        other_shapes_allowed = kwargs.pop("ignore_mismatched_sizes", False)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path,
-            *model_args,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **kwargs,
-        )
-        problems = [f"missing: {name}" for name in sorted(info["missing_keys"])]
-        if not other_shapes_allowed:
-            problems += [
-                f"{name} has shape {list(found)}, and the configuration wants {list(wanted)}"
-                for name, found, wanted in sorted(info["mismatched_keys"])
-            ]
-        problems += [f"belongs to no module: {name}" for name in sorted(info["unexpected_keys"])]
-        if problems:
-            raise RuntimeError(
-                f"the checkpoint {str(pretrained_model_name_or_path)!r} does not fit its configuration, so the "
-                "drafter is not loaded: " + "; ".join(problems)
+        if kwargs.get("use_safetensors") is False:
+            raise ValueError(
+                "got `use_safetensors=False`, but drafters are loaded from safetensors files alone, since others can "
+                "run code: leave it out"
             )
-        return model
+        if pretrained_model_name_or_path is None:  # with a `state_dict`
+            return super().from_pretrained(None, *model_args, **kwargs)
+        tells_names = kwargs.pop("output_loading_info", False)
+        options = kwargs | {"output_loading_info": True, "use_safetensors": True, "weights_only": True}
+        try:
+            model, info = super().from_pretrained(pretrained_model_name_or_path, *model_args, **options)
+            check_finite(model)
+            problems = [f"missing: {name}" for name in sorted(info["missing_keys"])]
+            problems += [f"belongs to no module: {name}" for name in sorted(info["unexpected_keys"])]
+            if problems and not tells_names:
+                raise BrokenCheckpointError("; ".join(problems))
+        except Exception as error:
+            is_known = isinstance(error, BrokenCheckpointError)
+            problem = str(error) if is_known else why_unloadable(pretrained_model_name_or_path, kwargs)
+            if problem is None:
+                raise
+            raise BrokenCheckpointError(
+                f"the drafter in {str(pretrained_model_name_or_path)!r} cannot be loaded: {problem}"
+            ) from (error.__cause__ if is_known else error)
+        return (model, info) if tells_names else model
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **kwargs: Any
+    ) -> Any:
+        """Looks at the files before anything of them is read: they are resolved here, from a folder or the Hub."""
+        if state_dict is None and not load_config.is_quantized:  # quantized tensors have types and shapes of their own
+            if load_config.sharded_metadata is not None:
+                check_index_names(load_config.sharded_metadata["weight_map"].values())
+            check_headers(checkpoint_files or [], model.state_dict(), load_config.ignore_mismatched_sizes)
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:

@@ -19,8 +19,8 @@ A state cannot be cropped, only rebuilt; so an update that left no record is an 
 import copy
 import functools
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -101,13 +101,15 @@ class Rollback:
     Args:
         cache (`Cache`): A cache that has seen at least the prompt. Its linear-attention layers are exchanged for
             layers that roll back and share their tensors; `close` puts the original objects back.
+        stack (`ExitStack`, *optional*): Calls `close`, and is told so before anything is exchanged: an interrupt may
+            come between any two lines.
 
     Raises:
         UnsupportedTargetError: no cache, or a kind of cache that cannot be cut back (quantized, offloaded,
         encoder-decoder).
     """
 
-    def __init__(self, cache: Cache | None):
+    def __init__(self, cache: Cache | None, stack: ExitStack | None = None):
         self.cache = check_cache(cache)
         self.is_recording = False
         self._length = 0  # tokens of a recorded, uncommitted block
@@ -119,6 +121,8 @@ class Rollback:
         self._originals: dict[int, Any] = {}
         if any(isinstance(layer, RollbackLayer) for layer in self.cache.layers):
             raise RuntimeError("this cache is in use by another drafted call; every call needs a cache of its own")
+        if stack is not None:
+            close_surely(stack, self.close)
         for index, layer in enumerate(self.cache.layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 self._originals[index] = layer
@@ -204,10 +208,11 @@ class Rollback:
     def close(self) -> None:
         """Undoes an uncommitted block and turns the cache's layers back into what they were."""
         self.abort()
+        self._forget_block()
         for index, original in self._originals.items():
+            self.cache.layers[index] = original
             for name in ("_rollback", "_records", "_uncut"):
                 vars(original).pop(name, None)
-            self.cache.layers[index] = original
         self._originals.clear()
 
     def take_record(self) -> Record:
@@ -246,8 +251,8 @@ class Rollback:
         self._positions_before = vars(self.cache).get("position_ids")
         for index, layer in enumerate(self.cache.layers):
             if getattr(layer, "record_past", True) is False:
+                self._past_recorders.append(layer)  # first, in case an interrupt comes between
                 layer.record_past = True
-                self._past_recorders.append(layer)
             if _holds_keys(layer):
                 # a static layer hands out its counter itself
                 self._lengths_before[index] = int(layer.get_seq_length())
@@ -259,6 +264,10 @@ class Rollback:
                 raise UnsupportedTargetError(_NO_RECORD)
 
     def _finish(self) -> None:
+        self._length = 0  # first: from here on an interrupt cannot have half of the block undone
+        self._forget_block()
+
+    def _forget_block(self) -> None:
         for layer in self._past_recorders:
             layer.record_past = False
         self._past_recorders.clear()
@@ -269,7 +278,6 @@ class Rollback:
             if isinstance(layer, RollbackLayer):
                 layer._records.clear()
                 layer._uncut.clear()
-        self._length = 0
 
     def _exchanged(self, layer: Any) -> RollbackLayer:
         exchanged = object.__new__(_rollback_class(type(layer)))  # type: ignore[arg-type]
@@ -277,6 +285,12 @@ class Rollback:
         exchanged._rollback = self
         exchanged._records, exchanged._uncut = {}, {}
         return exchanged
+
+
+def close_surely(stack: ExitStack, close: Callable[[], Any]) -> None:
+    """Has a stack call `close` twice, the second time for what an interrupt in the middle of the first has left."""
+    stack.callback(close)
+    stack.callback(close)
 
 
 _NO_RECORD = (

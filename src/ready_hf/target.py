@@ -33,6 +33,15 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils.import_utils import is_flash_linear_attention_available, is_mamba_2_ssm_available
 
+from ready_hf.recurrences import (
+    CPU_ROUTED_FUNCTIONS,
+    GATED_DELTA_RULE,
+    MAMBA1_FUNCTION,
+    MAMBA2,
+    RECURRENCES,
+    Recurrence,
+)
+
 
 # transformers 5.24 renamed `past_key_values` to `cache` in model inputs and outputs; earlier versions know only the
 # old name.
@@ -56,54 +65,6 @@ def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
         return {}
     names = inspect.signature(model.forward).parameters
     return {"cache_params" if CACHE_NAME not in names and "cache_params" in names else CACHE_NAME: cache}
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """One family of recurrent layers, named by the module-level functions its mixers call.
-
-    Args:
-        name (`str`): `"gated_delta_rule"`, `"kda"` or `"mamba2"`.
-        block_function (`str`): Function for several tokens, in the model's modeling module.
-        step_function (`str`): Function for one token.
-        head_attributes (`tuple` of `str`): Mixer attributes that give `(H, K, V)`.
-        step_takes_blocks (`bool`): Whether the GPU kernel behind the step function takes several tokens too.
-    """
-
-    name: str
-    block_function: str
-    step_function: str
-    head_attributes: tuple[str, str, str]
-    step_takes_blocks: bool
-
-
-GATED_DELTA_RULE = Recurrence(
-    "gated_delta_rule",
-    "torch_chunk_gated_delta_rule",
-    "torch_recurrent_gated_delta_rule",
-    ("num_v_heads", "head_k_dim", "head_v_dim"),
-    step_takes_blocks=True,
-)
-KDA = Recurrence(
-    "kda",
-    "chunk_kimi_delta_attention",
-    "recurrent_kimi_delta_attention",
-    ("num_heads", "head_dim", "head_dim"),
-    step_takes_blocks=True,
-)
-MAMBA2 = Recurrence(
-    "mamba2",
-    "mamba2_chunk_scan",
-    "mamba2_selective_state_update",
-    ("num_heads", "ssm_state_size", "head_dim"),
-    step_takes_blocks=False,  # it updates the state in place, one token at a time
-)
-RECURRENCES = (GATED_DELTA_RULE, KDA, MAMBA2)
-
-# Recurrent, but the stock multi-token cached forward is wrong: it restarts from a zero state.
-MAMBA1_FUNCTION = "mamba_selective_scan"
-# No recurrence, but the same crash on CPU tensors once a GPU build of causal_conv1d is installed.
-CPU_ROUTED_FUNCTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 
 class UnsupportedTargetError(ValueError):
@@ -315,10 +276,13 @@ def observing_recurrence(observer: Observer, mixer_observer: MixerObserver | Non
     Calls of whole mixers go to `mixer_observer(call)` first, which returns their output, or `None` to let them run.
     """
     previous = _thread.observer, _thread.mixer_observer
-    _thread.observer, _thread.mixer_observer = observer, mixer_observer
     try:
-        yield
-    finally:
+        try:
+            _thread.observer, _thread.mixer_observer = observer, mixer_observer
+            yield
+        finally:
+            _thread.observer, _thread.mixer_observer = previous
+    finally:  # again, for an interrupt may have come just before
         _thread.observer, _thread.mixer_observer = previous
 
 

@@ -6,11 +6,12 @@ hyper-connections carry several streams from layer to layer; a drafter reads the
 
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ready_hf.target import UnsupportedTargetError, announce_reading, ensure_patched, text_decoder
@@ -48,12 +49,13 @@ class FeatureCapture:
     Args:
         model (`PreTrainedModel`): The target.
         target_layer_ids (`list[int]`): Indices of decoder layers whose output is read (0 is the first layer).
+        attach (`bool`): Hook the layers now. Else by `attach()`, once somebody is sure to call `close`.
 
     Raises:
         ValueError: an index beyond the last layer.
     """
 
-    def __init__(self, model: PreTrainedModel, target_layer_ids: list[int]):
+    def __init__(self, model: PreTrainedModel, target_layer_ids: list[int], attach: bool = True):
         layers = decoder_layers(model)
         wrong = [i for i in target_layer_ids if not 0 <= i < len(layers)]
         if wrong:
@@ -62,11 +64,20 @@ class FeatureCapture:
                 f"0..{len(layers) - 1}"
             )
         ensure_patched(model)
-        hidden_size = matrix_shape(model.get_input_embeddings())[1]
         self._chunks: dict[int, list[torch.Tensor]] = {i: [] for i in target_layer_ids}
-        self._layers = [layers[i] for i in self._chunks]
-        self._taps = [_connected_tap(layers[i], i, hidden_size) for i in self._chunks]
-        self.is_active = True
+        self._hidden_size = matrix_shape(model.get_input_embeddings())[1]
+        self._layers = {i: layers[i] for i in self._chunks}
+        self._taps: dict[int, _Tap] = {}
+        self._is_active = False
+        if attach:
+            self.attach()
+            self.is_active = True
+
+    def attach(self) -> None:
+        """Hooks the layers, unless they are hooked already."""
+        for i, layer in self._layers.items():
+            if i not in self._taps:
+                self._taps[i] = _connected_tap(layer, i, self._hidden_size, self)
 
     @property
     def is_active(self) -> bool:
@@ -76,7 +87,7 @@ class FeatureCapture:
     @is_active.setter
     def is_active(self, is_active: bool) -> None:
         self._is_active = is_active
-        for tap in self._taps:
+        for tap in self._taps.values():
             others = tuple(capture for capture in tap.active.captures if capture is not self)
             tap.active.captures = (*others, self) if is_active else others
         others = tuple(capture for capture in _active.captures if capture is not self)
@@ -93,8 +104,8 @@ class FeatureCapture:
     def close(self) -> None:
         """Removes the hooks and drops what was collected."""
         self.is_active = False
-        for layer in self._layers:
-            _disconnect_tap(layer)
+        for layer in self._layers.values():
+            _disconnect_tap(layer, self)
         self._layers.clear()
         self._taps.clear()
         for chunks in self._chunks.values():
@@ -142,30 +153,32 @@ class _Tap:
 class _Connection:
     tap: _Tap
     key: int
-    num_captures: int = 0
+    captures: set[int] = field(default_factory=set)  # of `id`, as captures hold their layers
 
 
 _lock = threading.Lock()
 _connections: "weakref.WeakKeyDictionary[nn.Module, _Connection]" = weakref.WeakKeyDictionary()
 
 
-def _connected_tap(layer: nn.Module, index: int, hidden_size: int) -> _Tap:
+def _connected_tap(layer: nn.Module, index: int, hidden_size: int, capture: FeatureCapture) -> _Tap:
     with _lock:
         connection = _connections.get(layer)
         if connection is None:
-            tap = _Tap(index, hidden_size)
-            connection = _connections[layer] = _Connection(tap, layer.register_forward_hook(tap).id)
+            key = RemovableHandle(layer._forward_hooks).id  # one that no other hook has
+            connection = _connections[layer] = _Connection(_Tap(index, hidden_size), key)
+        connection.captures.add(id(capture))  # first, in case an interrupt comes between: `close` undoes what follows
         layer._forward_hooks[connection.key] = connection.tap
-        connection.num_captures += 1
         return connection.tap
 
 
-def _disconnect_tap(layer: nn.Module) -> None:
+def _disconnect_tap(layer: nn.Module, capture: FeatureCapture) -> None:
     with _lock:
-        connection = _connections[layer]
-        connection.num_captures -= 1
-        if not connection.num_captures:
+        connection = _connections.get(layer)
+        if connection is None:
+            return
+        if connection.captures <= {id(capture)}:
             layer._forward_hooks.pop(connection.key, None)
+        connection.captures.discard(id(capture))
 
 
 def _one_stream(hidden_states: torch.Tensor, hidden_size: int) -> torch.Tensor:

@@ -20,7 +20,8 @@ from ready_hf.anchor_states import MOST_ELEMENTS
 from ready_hf.chunk_states import CHUNK_SIZE
 from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.modeling_ready import ReadyDrafterModel
-from ready_hf.target import GATED_DELTA_RULE, recurrent_layers
+from ready_hf.recurrences import GATED_DELTA_RULE
+from ready_hf.target import recurrent_layers
 from ready_hf.target_shape import TargetShape, target_shape
 
 
