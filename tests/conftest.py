@@ -54,3 +54,9 @@ def _hook_in_place() -> Iterator[None]:
     yield
     ready_hf.hook()
     ready_hf.disable_assisted_generation()
+
+
+@pytest.fixture
+def assisted_generation(_hook_in_place: None) -> None:
+    """Switched on for a test."""
+    ready_hf.enable_assisted_generation()

@@ -34,14 +34,7 @@ from support import (
 from test_lossless import TASK
 
 
-pytestmark = pytest.mark.lossless
-
-
-@pytest.fixture(autouse=True)
-def enabled():
-    ready_hf.enable_assisted_generation()
-    yield
-    ready_hf.disable_assisted_generation()
+pytestmark = [pytest.mark.lossless, pytest.mark.usefixtures("assisted_generation")]
 
 
 def trained_prompt():

@@ -32,14 +32,7 @@ from support import (
 )
 
 
-pytestmark = pytest.mark.lossless
-
-
-@pytest.fixture(autouse=True)
-def enabled():
-    ready_hf.enable_assisted_generation()
-    yield
-    ready_hf.disable_assisted_generation()
+pytestmark = [pytest.mark.lossless, pytest.mark.usefixtures("assisted_generation")]
 
 
 @pytest.fixture(params=["hybrid", "attention", "lookup"])

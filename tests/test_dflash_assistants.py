@@ -17,14 +17,7 @@ from ready_hf.assisted import DFlashDrafter
 from support import plain_ids, tiny_target
 
 
-pytestmark = pytest.mark.lossless
-
-
-@pytest.fixture(autouse=True)
-def enabled():
-    ready_hf.enable_assisted_generation()
-    yield
-    ready_hf.disable_assisted_generation()
+pytestmark = [pytest.mark.lossless, pytest.mark.usefixtures("assisted_generation")]
 
 
 @functools.cache
