@@ -269,6 +269,13 @@ def test_c34_a_tokenizer_that_is_not_fast():
     [
         (FIXED, ["--thinking", "both"], "--thinking: .*the chat template does not read `enable_thinking`"),
         (None, ["--thinking", "on"], "--thinking: .*no chat template"),
+        (
+            "{{ raise_exception('give a system prompt') }}",
+            [],
+            "the target's chat template fails for the turn 'Read a file': give a system prompt",
+        ),
+        ("{{ messages | no_filter }}", [], "the target's chat template fails for the turn 'Read a file': No filter"),
+        ("{% if enable_thinking %}x{% endif %}", ["--thinking", "off"], "make no token of the prompt 'Read a file'"),
         (THINKING, ["--thinking", "mixed"], "--thinking must be one of on, off, both, got 'mixed'"),
         (THINKING, ["--thinking", "on", "--prompts-file", "CODE"], "--thinking is for turns of a conversation"),
     ],
