@@ -86,6 +86,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", type=pathlib.Path, help="write every run into this file")
     args = parser.parse_args()
+    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise SystemExit(f"--json {args.json} must be a file in a folder that is there")
     shape = {name: getattr(args, name) for name in sizes}
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     options = {"device": args.device}

@@ -14,7 +14,7 @@ import pathlib
 
 import torch
 from ablation_arms import ARMS
-from on_policy_text import PROMPTS, check_least, read_text
+from on_policy_text import PROMPTS, check_least, make_folder, read_text
 from train_drafter import DEVICE, evaluate_all
 from transformers import AutoModelForCausalLM
 from write_drafter_cards import write_card
@@ -23,14 +23,23 @@ import ready_hf
 from ready_hf import ReadyDrafterModel
 
 
+FIELDS = ("command", "date", "device", "versions", "options", "steps", "arms")
+
+
 def read_record(path: pathlib.Path, arm: str) -> dict:
     """What ablate_reader.py wrote, checked for the arm and for text that the target wrote."""
     if not path.is_file():
         raise SystemExit(f"there is no file {path}: ablate_reader.py --out writes it")
-    record = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SystemExit(f"{path} is not JSON ({error}): name what ablate_reader.py --out wrote") from error
+    missing = [name for name in FIELDS if not isinstance(record, dict) or name not in record]
+    if missing:
+        raise SystemExit(f"{path} has no {', '.join(missing)}: name what ablate_reader.py --out wrote")
     if arm not in record["arms"]:
         raise SystemExit(f"--arm must be one of {', '.join(record['arms'])}, got {arm}")
-    if record["options"]["on_policy"] is None:
+    if record["options"].get("on_policy") is None:
         raise SystemExit(f"{path} is of a training on other text than the target's own: train with --on-policy")
     return record
 
@@ -59,7 +68,14 @@ def main() -> None:
     ready_hf.ensure_patched(target)
     drafter = ReadyDrafterModel.from_pretrained(args.drafter, dtype=torch.float32).to(DEVICE).eval()
     drafter.config.check_target(target)
-    entry = {name: record[name] for name in ("command", "date", "device", "versions", "options", "steps")} | {
+    trained = record["arms"][args.arm]["parameters"]
+    if drafter.num_parameters() != trained:
+        raise SystemExit(
+            f"the drafter in {args.drafter} has {drafter.num_parameters()} parameters, and {args.arm!r} in "
+            f"{args.record} has {trained}: name the folder of that arm"
+        )
+    make_folder(args.out)
+    entry = {name: record[name] for name in FIELDS[:-1]} | {
         "arm": args.arm,
         "planned_steps": record["options"]["steps"] or record["steps"],
         "rows": len(rows),

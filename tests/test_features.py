@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ready_hf import FeatureCapture
-from ready_hf.target_features import decoder_layers
+from ready_hf.target_features import decoder_layers, matrix_shape
 from support import FAMILIES, cache_of, feed, random_prompt, tiny_target
 
 
@@ -77,6 +77,23 @@ def test_forwards_of_other_threads_are_not_captured():
         assert capture.take()[1].shape == (1, 3, 64)
 
 
+def test_layers_are_read_where_they_are_now():
+    """Layers may be cut off after they were read, or belong to a shorter model as well, at another place."""
+    model, ids = copy.deepcopy(tiny_target("qwen3_5")), random_prompt(5)
+    whole = layer_outputs(model, ids)
+    with FeatureCapture(model, [1, 2]) as capture:
+        feed(model, None, ids, 0, 5)
+        capture.take()
+        assert hook_count(model) > hook_count(tiny_target("qwen3_5"))
+    model.model.layers = torch.nn.ModuleList([model.model.layers[2], model.model.layers[0]])
+    own = layer_outputs(model, ids)
+    with FeatureCapture(model, [0, 1]) as capture:
+        feed(model, None, ids, 0, 5)
+        found = capture.take()
+    assert [torch.equal(found[i], own[i]) for i in (0, 1)] == [True, True]
+    assert not torch.equal(found[0], whole[2])
+
+
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
 def test_hooks_are_removed_on_close_and_after_an_exception(error):
     model = copy.deepcopy(tiny_target("qwen3_5"))
@@ -100,3 +117,11 @@ def test_layers_that_do_not_exist_are_refused_with_the_allowed_range(wrong):
     with pytest.raises(ValueError, match=r"Qwen3_5ForCausalLM: allowed are 0\.\.3"):
         FeatureCapture(model, wrong)
     assert hook_count(model) == 0
+
+
+def test_the_size_of_a_head_is_that_of_its_weight():
+    """Whoever gives a head more rows by another weight need not touch `out_features`."""
+    head = torch.nn.Linear(6, 4, bias=False)
+    head.weight = torch.nn.Parameter(torch.zeros(9, 6))
+    assert matrix_shape(head) == (9, 6)
+    assert matrix_shape(torch.nn.Embedding(5, 3)) == (5, 3)

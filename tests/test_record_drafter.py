@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -19,7 +20,15 @@ from ready_hf import ReadyDrafterModel  # noqa: E402
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-NAMES = ("ablate_reader", "record_drafter", "ablation_arms", "ablation_batches", "ablation_training", "train_drafter")
+NAMES = (
+    "ablate_reader",
+    "record_drafter",
+    "benchmark_reader",
+    "ablation_arms",
+    "ablation_batches",
+    "ablation_training",
+    "train_drafter",
+)
 NAMES += ("on_policy_text", "wrong_states", "write_drafter_cards")
 SIZES = {"steps": 2, "batch": 2, "anchors": 4, "block": 4, "held": 2, "held_new": 24, "held_anchors": 4}
 SIZES |= {"intermediate": 16, "markov_rank": 4, "head_dim": 16}
@@ -29,7 +38,7 @@ SIZES |= {"intermediate": 16, "markov_rank": 4, "head_dim": 16}
 def scripts():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
-        yield argparse.Namespace(**{name: importlib.import_module(name) for name in NAMES[:2]})
+        yield argparse.Namespace(**{name: importlib.import_module(name) for name in NAMES[:3]})
     for name in NAMES:
         sys.modules.pop(name, None)
 
@@ -96,3 +105,22 @@ def test_what_has_no_record_is_refused(scripts, run, trained, tmp_path):
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"options": record["options"] | {"on_policy": None}}))
     assert "other text than the target's own" in refused(path)
+    arms = {"default": record["arms"]["default"] | {"parameters": 7}}
+    path.write_text(json.dumps(record | {"arms": arms}))
+    assert re.search(
+        r"has \d+ parameters, and 'default' in .*small.json has 7: name the folder of that arm", refused(path)
+    )
+    for text, message in {
+        "{": "is not JSON",
+        "[1]": "has no command, date",
+        '{"arms": {}}': "has no command, ",
+    }.items():
+        path.write_text(text)
+        assert message in refused(path)
+
+
+def test_the_cost_of_reading_is_not_measured_for_a_file_that_cannot_be_written(scripts, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(scripts.benchmark_reader, "make_reader", None)
+    for path in (tmp_path / "none" / "cost.json", tmp_path):
+        with pytest.raises(SystemExit, match="must be a file in a folder that is there"):
+            run(scripts.benchmark_reader, json=path)

@@ -7,7 +7,7 @@ newest one and nothing of any rejected draft, and the target features of every n
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import logits_process
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
+from ready_hf.compiled_code import is_compiled, without_compiled_code
 from ready_hf.target import cache_in, recurrent_layers
 from ready_hf.target_features import FeatureCapture
 
@@ -191,7 +192,7 @@ class ReadyCandidateGenerator(CandidateGenerator):
         ids = drafter.target_layer_ids
         self._capture = FeatureCapture(target, ids, attach=False) if ids else None
         # compiled code looks for hooks in recurrent layers only (see `target.announce_reading`)
-        self._needs_eager = self._capture is not None and _is_compiled(target) and not recurrent_layers(target)
+        self._needs_eager = self._capture is not None and is_compiled(target) and not recurrent_layers(target)
 
     def get_candidates(
         self, input_ids: torch.LongTensor, *, model_kwargs: dict[str, Any], num_drafts: int, **kwargs: Any
@@ -216,11 +217,8 @@ class ReadyCandidateGenerator(CandidateGenerator):
     def reading_target(self) -> Iterator[None]:
         """The loop's own forwards run inside; those of a processor, or of the drafter itself, are not captured."""
         self._set_active(True)
-        stance: AbstractContextManager[Any] = nullcontext()
-        if self._needs_eager:
-            stance = torch.compiler.set_stance("force_eager")
         try:
-            with stance:
+            with without_compiled_code() if self._needs_eager else nullcontext():
                 yield
         finally:
             self._set_active(False)
@@ -256,11 +254,6 @@ class ReadyCandidateGenerator(CandidateGenerator):
     def _taken_features(self) -> dict[int, torch.Tensor]:
         taken, self._features = self._features, []
         return {i: torch.cat([features[i] for features in taken], dim=1) for i in taken[0]} if taken else {}
-
-
-def _is_compiled(model: PreTrainedModel) -> bool:
-    """Whether somebody has called `compile()` on a model or a part of it."""
-    return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 class PromptLookupDrafter:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -44,15 +45,27 @@ class Prompt:
     def encode(
         self, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu"
     ) -> dict[str, torch.Tensor]:
-        """Arguments for `generate`; a turn goes through the chat template, if the tokenizer has one."""
+        """Arguments for `generate`; a turn goes through the chat template, if the tokenizer has one.
+
+        Raises:
+            UsageError: the chat template fails, or nothing is left of the prompt.
+        """
         if self.is_turn and getattr(tokenizer, "chat_template", None):
             message = [{"role": "user", "content": self.text}]
             options = {} if self.thinking is None else {"enable_thinking": self.thinking}
-            encoded: Any = tokenizer.apply_chat_template(
-                message, add_generation_prompt=True, return_dict=True, return_tensors="pt", **options
-            )
+            try:
+                encoded: Any = tokenizer.apply_chat_template(
+                    message, add_generation_prompt=True, return_dict=True, return_tensors="pt", **options
+                )
+            except (jinja2.TemplateError, TypeError) as error:
+                raise UsageError(
+                    f"the target's chat template fails for the turn {_short(self.text)}: {error}"
+                ) from None
         else:
             encoded = tokenizer(self.text, return_tensors="pt")
+        if not encoded["input_ids"].shape[1]:
+            made = "chat template and tokenizer make" if self.is_turn else "tokenizer makes"
+            raise UsageError(f"the target's {made} no token of the prompt {_short(self.text)}")
         return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
@@ -123,6 +136,10 @@ def _prompt(line: str, where: str) -> Prompt:
     if not isinstance(task, str):
         raise UsageError(f"{where}: `task` (or `category`) must be a text, got {type(task).__name__}")
     return Prompt(turns[0], source, is_turn="prompt" not in row, task=task)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:37]}...")
 
 
 def _is_unicode(text: str) -> bool:

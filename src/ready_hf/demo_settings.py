@@ -124,15 +124,15 @@ def load_target(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenize
 def check_context(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> None:
-    """Refuses a prompt that leaves no room for the text in the target's context.
+    """Refuses a prompt that cannot be encoded, or leaves no room for the text in the target's context.
 
     Raises:
-        UsageError: naming the prompt by its number, from 1.
+        UsageError: naming the prompt by its number, from 1, or what it begins with.
     """
     longest = _context(target)
-    for number, prompt in enumerate(prompts if longest is not None else (), 1):
+    for number, prompt in enumerate(prompts, 1):
         length = prompt.encode(tokenizer)["input_ids"].shape[1]
-        if length + max_new_tokens > longest:
+        if longest is not None and length + max_new_tokens > longest:
             raise UsageError(
                 f"prompt {number} has {length} tokens, which with --max-new-tokens {max_new_tokens} is more than the "
                 f"target's context of {longest}: shorten or leave it out"

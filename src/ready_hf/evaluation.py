@@ -193,10 +193,13 @@ def _hardware(device: torch.device) -> str:
 
 def _quantization(target: PreTrainedModel) -> dict[str, str]:
     config = getattr(target.config, "quantization_config", None)
-    if config is None:
+    if config is None or not getattr(target, "is_quantized", False):  # a plain model may be made from such a config
         return {}
+    if isinstance(config, dict):
+        return {"quantization": str(config.get("quant_method", "yes"))}
     kind: Any = getattr(config, "quantization_method", None)  # bitsandbytes: how many bits
-    return {"quantization": str(kind() if callable(kind) else getattr(config.quant_method, "value", "yes"))}
+    method = getattr(config, "quant_method", "yes")
+    return {"quantization": str(kind() if callable(kind) else getattr(method, "value", method))}
 
 
 def _cuts(drafters: Mapping[str, Drafter]) -> dict[str, float]:

@@ -6,7 +6,6 @@ from typing import Any
 
 from ready_hf import shipped
 from ready_hf.candidates import Drafter, PromptLookupDrafter
-from ready_hf.chat_rows import check_chat_tokenizer
 from ready_hf.demo_prompts import Prompt, UsageError, read_prompts
 from ready_hf.demo_settings import Settings, check_context, load_drafters, load_target
 from ready_hf.evaluation import CONTEXT_EDGES, check_edges, check_temperatures, evaluate
@@ -16,7 +15,6 @@ from ready_hf.output_files import check_outputs, write_outputs
 from ready_hf.plots import save_evaluation
 from ready_hf.quiet import quiet, use_few_threads
 from ready_hf.round_times import measure_round_times
-from ready_hf.text_sources import DataError
 
 
 MOST_RESAMPLES = 100_000  # a few hundred MB
@@ -100,6 +98,8 @@ def run_evaluation(settings: EvaluationSettings) -> int:
             seed=settings.seed,
             resamples=settings.resamples,
         )
+        if settings.thinking is not None:
+            found = replace(found, setting={**found.setting, "thinking": settings.thinking})
         if settings.break_even:
             found = _with_break_evens(found, target, tokenizer, models, prompts, settings)
     _write(found, settings)
@@ -140,9 +140,14 @@ def thinking_prompts(prompts: list[Prompt], thinking: str, tokenizer: Any) -> li
             '--thinking is for turns of a conversation, and there are none: write {"turns": ["..."]} lines'
         )
     try:
-        check_chat_tokenizer(tokenizer, "on")
-    except DataError as error:
-        raise UsageError(f"--thinking: {error}") from None
+        template = tokenizer.get_chat_template()
+    except ValueError as error:
+        raise UsageError(f"--thinking: there is no chat template to use ({str(error).split('. ')[0]})") from None
+    if "enable_thinking" not in template:
+        raise UsageError(
+            f"--thinking: {thinking!r} would change nothing, the chat template does not read `enable_thinking`; leave "
+            "--thinking out"
+        )
     found = []
     for prompt in prompts:
         for mode in THINKING[thinking] if prompt.is_turn else (None,):

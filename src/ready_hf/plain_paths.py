@@ -6,16 +6,21 @@ measure of what that dtype can tell apart.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from ready_hf.target import cache_argument, cache_in
 
+
+FLOAT32_BOUND = 1e-5  # largest relative error of a tensor that rounding explains in float32
+NUDGES = 4
 
 Snapshot = dict[str, torch.Tensor]
 
@@ -56,6 +61,7 @@ class PlainPath:
         self.ids: torch.Tensor = output  # [1, L + N]
         self._fresh: dict[int, Snapshot] = {}
         self._stepped: dict[int, Snapshot] = {}
+        self._nudged_logits: list[torch.Tensor] = []  # [N - 1, V] each, of the text after the prompt
 
     def fresh(self, ids: torch.Tensor) -> Snapshot:
         """The cache after one forward over `ids` `[1, n]`; kept on the CPU for prefixes of the plain text."""
@@ -77,6 +83,20 @@ class PlainPath:
             worst = max(worst, cache_error(cache, self.fresh(self.ids[:, :length])))
         return worst
 
+    def jumps(self) -> float:
+        """Largest error of the cache of the text if its embeddings are off by as much as rounding explains.
+
+        Layers that round their inputs to 8 bits or fewer are steps: where a number lies between two of them, a
+        rounding error becomes a jump. A text may or may not meet one on the two plain ways.
+        """
+        ids, worst = self.ids[:, :-1], 0.0
+        for seed in range(NUDGES):
+            with _nudged(self.model, seed), torch.no_grad():
+                output = self.model(ids, use_cache=True)
+            self._nudged_logits.append(output.logits[0, self.prompt_length - 1 :].float())
+            worst = max(worst, cache_error(cache_in(output), self.fresh(ids)))
+        return worst
+
     def error(self, ids: torch.Tensor, cache: Cache) -> float:
         """Error of a cache that has seen `ids` `[1, n]`, against the nearer of the two plain ways.
 
@@ -95,7 +115,8 @@ class PlainPath:
         with torch.no_grad():
             whole = self.model(self.ids[:, :length]).logits[0, -1].float()
         best = logits.topk(2).values
-        return NearTie(position, float(best[0] - best[1]), float((logits - whole).abs().max()))
+        others = [whole, *(nudged[position] for nudged in self._nudged_logits)]
+        return NearTie(position, float(best[0] - best[1]), max(float((logits - x).abs().max()) for x in others))
 
     @torch.no_grad()
     def _steps(self, stop: int) -> Any:
@@ -107,6 +128,21 @@ class PlainPath:
             output = self.model(self.ids[:, start:length], position_ids=positions, use_cache=True, **past)
             cache, start = cache_in(output), length
             yield length, cache, output.logits[0, -1].float()
+
+
+@contextmanager
+def _nudged(model: PreTrainedModel, seed: int) -> Iterator[None]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def nudge(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(output.shape, generator=generator).to(output.device)
+        return (output * (1 + max(FLOAT32_BOUND, torch.finfo(output.dtype).eps) * noise)).to(output.dtype)
+
+    handle = model.get_input_embeddings().register_forward_hook(nudge)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def snapshot(cache: Cache) -> Snapshot:

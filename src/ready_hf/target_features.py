@@ -36,6 +36,9 @@ def matrix_shape(module: nn.Module) -> tuple[int, int]:
     """Rows and columns `(V, d)` of embeddings or an output head; a packed weight has another shape of its own."""
     while hasattr(module, "base_layer"):  # an adapter, which names the sizes of embeddings differently
         module = module.base_layer  # type: ignore[assignment]
+    weight = module._parameters.get("weight")  # not the attribute, which may be computed
+    if type(weight) is nn.Parameter and weight.is_floating_point() and weight.dim() == 2:
+        return weight.shape[0], weight.shape[1]  # whatever the module was made with
     names = (
         ("num_embeddings", "embedding_dim") if hasattr(module, "embedding_dim") else ("out_features", "in_features")
     )
@@ -104,8 +107,8 @@ class FeatureCapture:
     def close(self) -> None:
         """Removes the hooks and drops what was collected."""
         self.is_active = False
-        for layer in self._layers.values():
-            _disconnect_tap(layer, self)
+        for index, layer in self._layers.items():
+            _disconnect_tap(layer, index, self)
         self._layers.clear()
         self._taps.clear()
         for chunks in self._chunks.values():
@@ -132,7 +135,7 @@ class _Tap:
     """The hook of a decoder layer: hands its outputs `[B, T, hidden]` to the captures of the thread that runs it.
 
     Captures come and go with every `generate` call, and a compiled target is compiled again for a hook that is another
-    object, or has another key. So every layer keeps one tap and its key.
+    object, or has another key. So every layer keeps its tap and its key.
     """
 
     def __init__(self, index: int, hidden_size: int):
@@ -157,23 +160,25 @@ class _Connection:
 
 
 _lock = threading.Lock()
-_connections: "weakref.WeakKeyDictionary[nn.Module, _Connection]" = weakref.WeakKeyDictionary()
+# by the index under which a layer is read: two models may hold it at two places, and layers may be cut off
+_connections: "weakref.WeakKeyDictionary[nn.Module, dict[int, _Connection]]" = weakref.WeakKeyDictionary()
 
 
 def _connected_tap(layer: nn.Module, index: int, hidden_size: int, capture: FeatureCapture) -> _Tap:
     with _lock:
-        connection = _connections.get(layer)
-        if connection is None:
+        connections = _connections.setdefault(layer, {})
+        if index not in connections:
             key = RemovableHandle(layer._forward_hooks).id  # one that no other hook has
-            connection = _connections[layer] = _Connection(_Tap(index, hidden_size), key)
+            connections[index] = _Connection(_Tap(index, hidden_size), key)
+        connection = connections[index]
         connection.captures.add(id(capture))  # first, in case an interrupt comes between: `close` undoes what follows
         layer._forward_hooks[connection.key] = connection.tap
         return connection.tap
 
 
-def _disconnect_tap(layer: nn.Module, capture: FeatureCapture) -> None:
+def _disconnect_tap(layer: nn.Module, index: int, capture: FeatureCapture) -> None:
     with _lock:
-        connection = _connections.get(layer)
+        connection = _connections.get(layer, {}).get(index)
         if connection is None:
             return
         if connection.captures <= {id(capture)}:

@@ -1,13 +1,16 @@
 """Case C22: compiled targets and drafters, whose code must not be compiled again in every round or every call."""
 
 import copy
+import threading
+import time
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from ready_hf import record_stats
+from ready_hf import compiled_code, record_stats
+from ready_hf.compiled_code import without_compiled_code
 from support import (
     FAMILIES,
     VOCAB_SIZE,
@@ -48,6 +51,12 @@ def two_layers(family="bamba"):
     config.update({"num_hidden_layers": 2, **kinds[family]})
     torch.manual_seed(0)
     return with_lively_weights(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+def attention_only():
+    options = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "head_dim": 16}
+    config = Qwen3Config(vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, eos_token_id=None, **options)
+    return with_lively_weights(AutoModelForCausalLM.from_config(config))
 
 
 def num_graphs() -> int:
@@ -120,9 +129,7 @@ def test_c22_a_static_cache():
 @pytest.mark.slow
 def test_c22_a_target_without_recurrent_layers():
     """Nothing tells its compiled code that features are read, so it is not used where they are."""
-    options = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "head_dim": 16}
-    config = Qwen3Config(vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, eos_token_id=None, **options)
-    plain = with_lively_weights(AutoModelForCausalLM.from_config(config))
+    plain = attention_only()
     target, reference = compiled(plain), written(plain)
     assert torch.equal(written(target), reference)
     before, drafter = num_graphs(), partly_right(reference, 0.6, block_size=6)
@@ -142,3 +149,57 @@ def test_c22_torch_compile_of_a_model_compiles_nothing_in_generate():
     assert torch.equal(written(target), reference)
     assert torch.equal(written(target, assistant_model=partly_right(reference, 0.6, block_size=6)), reference)
     assert num_graphs() == 0
+
+
+def _compile_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+def _compile_part(model):
+    model.model = torch.compile(model.model, backend="eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile_it", [_compile_forward, _compile_part])
+def test_c22_other_ways_to_compile_a_target_without_recurrent_layers(compile_it):
+    plain = attention_only()
+    target, reference = copy.deepcopy(plain), written(plain)
+    compile_it(target)
+    assert torch.equal(written(target), reference)
+    assert num_graphs() > 0
+    drafter = partly_right(reference, 0.6, block_size=6)
+    drafter.check = features = FeatureCheck()
+    assert torch.equal(written(target, assistant_model=drafter), reference)
+    assert features.worst(plain, reference) < 1e-4
+
+
+def test_c22_threads_that_leave_compiled_code_out_do_not_hand_it_back_early_or_never():
+    """torch has one stance for all threads."""
+    inside, go_on = threading.Barrier(3), threading.Event()
+    function, seen = torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager"), []
+
+    def runs_compiled():
+        return bool(function(torch.zeros(1)))
+
+    def second():
+        with without_compiled_code():
+            inside.wait(10)
+            go_on.wait(10)
+            seen.append(runs_compiled())
+
+    def first():
+        with without_compiled_code():
+            inside.wait(10)
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    assert runs_compiled()
+    threads[0].start()
+    while not compiled_code._stance.num_users:
+        time.sleep(0.001)
+    threads[1].start()
+    inside.wait(10)
+    threads[0].join()
+    go_on.set()
+    threads[1].join()
+    assert seen == [False]
+    assert runs_compiled()

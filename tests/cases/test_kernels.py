@@ -112,6 +112,12 @@ def test_c69_kernels_are_compiled_where_it_can_be_written(kind, tmp_path, monkey
     assert "Set TRITON_CACHE_DIR to a folder that can be written" in caplog.text
     (used / "mine").write_text("written")
     assert {x.name for x in used.iterdir()} == {"mine", *(os.listdir(folder) if kind == "read-only" else [])}
+    if kind == "read-only":
+        half = next(
+            x for x in sorted(folder.iterdir()) if x.is_dir() and os.listdir(x)
+        )  # as of a kernel half compiled
+        (used / half.name / "rest").write_text("written")
+        assert {x.name for x in (used / half.name).iterdir()} == {"rest", *os.listdir(half)}
     shutil.rmtree(used)
     assert kind != "read-only" or os.listdir(folder)
 

@@ -15,10 +15,13 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import ready_hf
 from checks import WORST_STATE_ERROR
+from ready_hf import rollback
+from ready_hf.candidates import PromptLookupDrafter
 from ready_hf.demo_prompts import Prompt
 from ready_hf.evaluation import evaluate
 from ready_hf.features import FrozenTarget
 from ready_hf.fingerprints import weights_fingerprint
+from ready_hf.plain_paths import PlainPath
 from ready_hf.verify_target import verify_target
 from support import (
     StateCheck,
@@ -212,6 +215,43 @@ def test_c24_a_head_that_hands_no_gradient_on_is_refused(monkeypatch):
     monkeypatch.setattr(target.lm_head, "forward", lambda x: forward(target.lm_head, x.detach()))
     with pytest.raises(ValueError, match="Linear4bit, the target's quantized output head, hands no gradient on"):
         FrozenTarget(target, config)
+
+
+def test_c24_states_of_short_texts_may_be_as_far_off_as_those_of_any_target_in_float32(monkeypatch):
+    """Both plain ways of a text may be equal by chance."""
+    for name in ("difference", "jumps"):
+        monkeypatch.setattr(PlainPath, name, lambda path: 0.0)
+    found = verify_target(target_of(4), [{"input_ids": prompt_on("cpu")}], max_new_tokens=8, block_size=2)
+    assert max(run.state_error for run in found.runs) > 0
+    assert not found.failures
+
+
+TEXTS = ["import os\nimport sys\n\ndef main(x, y):\n    z = ", "def f(x):\n    return x"]
+
+
+@pytest.mark.slow
+@bits
+@pytest.mark.parametrize("text", TEXTS)
+def test_c24_verify_knows_that_8_bit_layers_turn_rounding_errors_into_jumps(bits, text, monkeypatch):
+    """Also where a text meets none on its plain ways, as the first. What is off by a token still shows."""
+    prompt = trained_tokenizer()(text, return_tensors="pt")
+    found = verify_target(target_of(bits), [prompt], max_new_tokens=16, block_size=3)
+    assert not found.failures
+    assert (found.bound > 1e-2) is (bits == 8)
+    commit = rollback._commit_states
+    monkeypatch.setattr(
+        rollback, "_commit_states", lambda layers, keep, length: commit(layers, min(keep + 1, length), length)
+    )
+    assert verify_target(target_of(bits), [prompt], max_new_tokens=16, block_size=3).failures
+
+
+def test_c67_a_configuration_is_not_yet_a_quantised_target():
+    target = copy.deepcopy(trained_target())
+    target.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    report = evaluate(
+        target, trained_tokenizer(), {"lookup": PromptLookupDrafter(2)}, [Prompt("x = ")], max_new_tokens=2
+    )
+    assert "quantization" not in report.setting
 
 
 class HeadOfBuffers(nn.Module):

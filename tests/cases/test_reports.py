@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+import transformers
 from huggingface_hub import EvalResult
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -15,6 +16,7 @@ from ready_hf import hub
 from ready_hf.cli import main
 from ready_hf.demo_prompts import Prompt
 from ready_hf.evaluation import decode, evaluate
+from ready_hf.evaluation_command import thinking_prompts
 from ready_hf.intervals import MACRO
 from ready_hf.train_command import FEW_ROWS
 from support import drafter_for, trained_target, trained_tokenizer
@@ -228,7 +230,10 @@ def test_c34_both_modes_of_thinking_side_by_side(tmp_path, turns, capsys):
         assert (f"DSpark on {task} ({speed:.2f})" in "".join(slower)) is (speed < 1)
 
     assert main(["eval", *options, "--thinking", "off", "--json", str(tmp_path / "off.json")]) == 0
-    off = json.loads((tmp_path / "off.json").read_text())["figures"]["greedy"]["DSpark"]["accepted_length"]
+    written = json.loads((tmp_path / "off.json").read_text())
+    assert (found["setting"]["thinking"], written["setting"]["thinking"]) == ("both", "off")
+    assert "thinking off" in capsys.readouterr().out
+    off = written["figures"]["greedy"]["DSpark"]["accepted_length"]
     assert set(off) == {"chat", "code", MACRO}
     both = [figures["accepted_length"][f"chat, {mode}"]["value"] for mode in ("thinking", "no thinking")]
     assert off["chat"]["value"] == both[1] != both[0]
@@ -250,11 +255,27 @@ def test_c34_a_mode_that_is_slower_is_named():
     assert "SLOWER" not in Evaluation(tuple(fast), ("plain", "ReaDy"), (), resamples=50).to_markdown()
 
 
+def test_c34_a_tokenizer_that_is_not_fast():
+    """Where tokens stand in the text does not matter here, as it does for training."""
+    tokenizer = transformers.ByT5Tokenizer(chat_template=THINKING)
+    assert not tokenizer.is_fast
+    prompts = thinking_prompts([Prompt("hi", is_turn=True, task="chat")], "both", tokenizer)
+    texts = [tokenizer.decode(prompt.encode(tokenizer)["input_ids"][0]) for prompt in prompts]
+    assert ["# think" in text for text in texts] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("template", "arguments", "message"),
     [
         (FIXED, ["--thinking", "both"], "--thinking: .*the chat template does not read `enable_thinking`"),
         (None, ["--thinking", "on"], "--thinking: .*no chat template"),
+        (
+            "{{ raise_exception('give a system prompt') }}",
+            [],
+            "the target's chat template fails for the turn 'Read a file': give a system prompt",
+        ),
+        ("{{ messages | no_filter }}", [], "the target's chat template fails for the turn 'Read a file': No filter"),
+        ("{% if enable_thinking %}x{% endif %}", ["--thinking", "off"], "make no token of the prompt 'Read a file'"),
         (THINKING, ["--thinking", "mixed"], "--thinking must be one of on, off, both, got 'mixed'"),
         (THINKING, ["--thinking", "on", "--prompts-file", "CODE"], "--thinking is for turns of a conversation"),
     ],

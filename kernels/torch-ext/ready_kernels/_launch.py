@@ -56,13 +56,24 @@ def ensure_cache_folder() -> None:
         atexit.register(shutil.rmtree, own, ignore_errors=True)
         with contextlib.suppress(OSError):
             for entry in folder.iterdir():
-                (own / entry.name).symlink_to(entry.absolute())
+                _link(entry.absolute(), own / entry.name)
         triton.knobs.cache.dir = str(own)
         logger.warning(
             "Triton's cache folder cannot be written (%s): kernels are compiled into a temporary one, once per "
             "process. Set TRITON_CACHE_DIR to a folder that can be written.",
             error,
         )
+
+
+def _link(entry: pathlib.Path, place: pathlib.Path) -> None:
+    """Links a file, or every file of a folder: what is missing of a kernel is compiled into its folder."""
+    if not entry.is_dir():
+        place.symlink_to(entry)
+        return
+    place.mkdir()
+    with contextlib.suppress(OSError):  # a folder that cannot be read
+        for file in entry.iterdir():
+            (place / file.name).symlink_to(file)
 
 
 def require_kernels(device: torch.device) -> None:
