@@ -1,7 +1,7 @@
 """Cases C24 and C67: targets whose layers are packed into 4 or 8 bits, by bitsandbytes.
 
-Its 8-bit layers look for outliers in all tokens of a forward at once unless `llm_int8_threshold=0`, so that a token's
-scores depend on the tokens beside it, in plain decoding too. Texts are compared without that.
+Its 8-bit layers look for outliers in all tokens of a forward at once unless `llm_int8_threshold=0.0`, so that a
+token's scores depend on the tokens beside it, in plain decoding too. Texts are compared without that.
 """
 
 import copy
