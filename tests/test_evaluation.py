@@ -369,7 +369,8 @@ def test_the_command_writes_its_report(tmp_path, capsys):
     assert set(figures["break_even"]) == {"DSpark", "ReaDy"}
 
 
-def test_the_command_fails_if_a_token_differs(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("dtype", "code"), [("float32", 1), ("bfloat16", 0)])
+def test_the_command_fails_if_a_token_differs(dtype, code, tmp_path, capsys, monkeypatch):
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"prompt": prompts("a")[0].text}) + "\n")
     decode = evaluation.decode
@@ -381,9 +382,12 @@ def test_the_command_fails_if_a_token_differs(tmp_path, capsys, monkeypatch):
         return found
 
     monkeypatch.setattr(evaluation, "decode", changed)
-    arguments = ["eval", "--prompts-file", str(path), "--max-new-tokens", "6", "--temperature", "0"]
-    assert main(arguments) == 1
-    assert "DSpark DIFFERENT in 1 of 1" in capsys.readouterr().out
+    arguments = ["eval", "--prompts-file", str(path), "--max-new-tokens", "6", "--temperature", "0", "--dtype", dtype]
+    assert main(arguments) == code
+    report = capsys.readouterr().out
+    assert "DSpark DIFFERENT in 1 of 1" in report
+    hint = "In bfloat16 they may part at near ties: `ready-hf verify --dtype bfloat16` tells ties from faults."
+    assert (hint in report) == (dtype == "bfloat16")
 
 
 @pytest.mark.parametrize(
