@@ -84,7 +84,7 @@ def render(results: dict[str, Any]) -> str:
         tested += ["every block and share"] if "grid" in tests else []
         family, _, image = name.partition(" ")
         recurrence = NAMES.get(row["recurrence"], row["recurrence"])
-        status = ["not there yet" if one["status"] == ABSENT else one["status"] for one in found]
+        status = ["not in this release" if one["status"] == ABSENT else one["status"] for one in found]
         cells = [f"`{family}`{' ' + image if image else ''}", f"`{row['model']}`", recurrence]
         lines.append(_line([*cells, "; ".join(tested) or "its refusal", *status]))
     return "\n".join(lines) + "\n"

@@ -143,7 +143,10 @@ def _temperature(found: Evaluation, temperature: float) -> list[Block]:
         made.append(f"Looping prompts, tokens per forward: {'; '.join(loops)}.")
     if not kept:
         return [*made, "No other prompt is left, so there are no figures."]
-    made += ["Macro mean over tasks, with 95 % intervals over prompts.", _summary(found, temperature)]
+    made += [
+        "Macro mean over tasks, with 95 % intervals over prompts; tokens/s are those of all texts together.",
+        _summary(found, temperature),
+    ]
     tasks = [task for task in found.accepted_length(temperature, found.drafters[0]) if task != MACRO]
     if len(tasks) > 1:
         made += [f"# {title}: tokens per forward by task", _tasks(found, temperature, tasks, "accepted_length")]
