@@ -1,5 +1,6 @@
 """Folders that somebody else has made: what is wrong with one is said in one sentence, and nothing of it is run."""
 
+import copy
 import hashlib
 import json
 import os
@@ -308,10 +309,10 @@ def test_targets_of_the_command_line_are_of_safetensors_too(tmp_path, capsys, fa
     assert not mark(target).exists()
 
 
-def test_a_target_of_nan_is_said_when_it_decodes(monkeypatch):
-    target = trained_target()
+def test_a_target_of_nan_is_said_when_it_decodes():
+    target = copy.deepcopy(trained_target())
     prompt = random_prompt(8, vocab_size=500)
     drafter = drafter_for(target)
-    monkeypatch.setattr(target.lm_head, "weight", torch.nn.Parameter(target.lm_head.weight * float("nan")))
+    target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight * float("nan"))
     with pytest.raises(RuntimeError, match="the target's scores of token 8 are not a number"):
         target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=drafter)

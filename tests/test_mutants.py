@@ -100,7 +100,7 @@ STATE_MUTANTS = [
     Mutant(
         "recording of past conv inputs left on",
         checks.check_returned_cache,
-        [(rollback.Rollback._finish, "layer.record_past = False", "layer.record_past = True")],
+        [(rollback.Rollback._forget_block, "layer.record_past = False", "layer.record_past = True")],
     ),
 ]
 

@@ -73,7 +73,8 @@ def check_headers(files: Sequence[str], wanted: Mapping[str, torch.Tensor], othe
             raise BrokenCheckpointError(
                 f"{str(file)!r} is no whole safetensors file ({error}): copy, download or save it again"
             ) from error
-    problems = _other_types({name: dtype for name, (_, dtype) in found.items()})
+    # what belongs to no module is named after loading
+    problems = _other_types({name: dtype for name, (_, dtype) in found.items() if name in wanted})
     if not other_shapes_allowed:
         problems += _other_shapes({name: shape for name, (shape, _) in found.items()}, wanted)
     if problems:
