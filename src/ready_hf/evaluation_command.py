@@ -133,7 +133,8 @@ def thinking_prompts(prompts: list[Prompt], thinking: str, tokenizer: Any) -> li
     """Turns with `enable_thinking` on or off; with `"both"` every turn twice, and each mode a task of its own.
 
     Raises:
-        UsageError: no prompt is a turn, or the chat template does not read `enable_thinking`.
+        UsageError: no prompt is a turn, the chat template does not read `enable_thinking`, or a mode's task has the
+        name of another one.
     """
     if not any(prompt.is_turn for prompt in prompts):
         raise UsageError(
@@ -148,13 +149,14 @@ def thinking_prompts(prompts: list[Prompt], thinking: str, tokenizer: Any) -> li
             f"--thinking: {thinking!r} would change nothing, the chat template does not read `enable_thinking`; leave "
             "--thinking out"
         )
+    suffixes: dict[bool | None, str] = {True: ", thinking", False: ", no thinking"} if thinking == "both" else {}
     found = []
     for prompt in prompts:
         for mode in THINKING[thinking] if prompt.is_turn else (None,):
-            name = (
-                {True: ", thinking", False: ", no thinking"}[mode] if mode is not None and thinking == "both" else ""
-            )
-            found.append(replace(prompt, thinking=mode, task=prompt.task + name))
+            task = prompt.task + suffixes.get(mode, "")
+            if task != prompt.task and any(task == other.task for other in prompts):
+                raise UsageError(f"--thinking both: {task!r} is the name of another task: rename one of the two")
+            found.append(replace(prompt, thinking=mode, task=task))
     return found
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import ready_hf
 from ready_hf import hub
 from ready_hf.cli import main
-from ready_hf.demo_prompts import Prompt
+from ready_hf.demo_prompts import Prompt, UsageError
 from ready_hf.evaluation import decode, evaluate
 from ready_hf.evaluation_command import thinking_prompts
 from ready_hf.intervals import MACRO
@@ -262,6 +262,14 @@ def test_c34_a_tokenizer_that_is_not_fast():
     prompts = thinking_prompts([Prompt("hi", is_turn=True, task="chat")], "both", tokenizer)
     texts = [tokenizer.decode(prompt.encode(tokenizer)["input_ids"][0]) for prompt in prompts]
     assert ["# think" in text for text in texts] == [True, False]
+
+
+def test_c34_a_mode_does_not_take_the_name_of_another_task():
+    tokenizer = transformers.ByT5Tokenizer(chat_template=THINKING)
+    prompts = [Prompt("hi", is_turn=True, task="chat"), Prompt("def", task="chat, thinking")]
+    with pytest.raises(UsageError, match="'chat, thinking' is the name of another task"):
+        thinking_prompts(prompts, "both", tokenizer)
+    assert [prompt.task for prompt in thinking_prompts(prompts, "on", tokenizer)] == ["chat", "chat, thinking"]
 
 
 @pytest.mark.parametrize(
