@@ -111,7 +111,7 @@ def test_c36_a_list_of_numbers_is_copied_as_plain_decoding_copies_it():
 @pytest.mark.slow
 def test_c76_a_class_is_rewritten():
     assert len(CLASS.splitlines()) == 30
-    text = check_text(edit(CLASS, ORDER), 300)
+    text = check_text(edit(CLASS, ORDER), 300, ReaDy=drafter_for(trained_target(), block_size=4))
     assert text.startswith("class Shape")
 
 

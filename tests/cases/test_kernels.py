@@ -4,6 +4,7 @@ On the CPU in Triton's interpreter, with fewer tokens; figures of a GPU are show
 """
 
 import copy
+import importlib
 import os
 import shutil
 import subprocess
@@ -64,6 +65,7 @@ source = ASTSource(copy, {"x": "*fp32", "y": "*fp32", "N": "constexpr"}, {"N": 1
 assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 print(triton.knobs.cache.dir)
 """
+KERNEL_MODULES = ["triton_commit_read", "triton_conv", "triton_state_read", "triton_verify"]
 READ_ONLY = "/sys"  # not even root can write there
 
 
@@ -120,6 +122,14 @@ def test_c69_kernels_are_compiled_where_it_can_be_written(kind, tmp_path, monkey
         assert {x.name for x in (used / half.name).iterdir()} == {"rest", *os.listdir(half)}
     shutil.rmtree(used)
     assert kind != "read-only" or os.listdir(folder)
+
+
+def test_c69_no_kernel_is_autotuned():
+    """So nothing that is left out can reach an autotuned kernel as None."""
+    modules = [importlib.import_module(f"{kernels.__name__}.{name}") for name in KERNEL_MODULES]
+    found = {name: value for module in modules for name, value in vars(module).items() if name.endswith("_kernel")}
+    assert len(found) == 6
+    assert not [name for name, value in found.items() if type(value).__name__ in ("Autotuner", "Heuristics")]
 
 
 @pytest.mark.slow
@@ -302,9 +312,14 @@ def test_c72_kernels_without_a_gradient_say_so(device, backend):
     keep = torch.tensor([1, 2], device=device)
     records = Records(*(getattr(found, name)[None].clone() for name in Records._fields))
     calls = {
-        "verify": lambda: verified(inputs, parameters, window, state.requires_grad_(), backend),
         "conv_commit": lambda: conv_commit([found.window.clone().requires_grad_()], keep, W, backend=backend),
     }
+    given = [*inputs, *parameters, window, state]
+    for i in range(len(given)):
+        x, a, b, *rest = [tensor.clone().requires_grad_(i == j) for j, tensor in enumerate(given)]
+        calls[f"verify of argument {i}"] = lambda x=x, a=a, b=b, rest=rest: verified(
+            (x, a, b), rest[:3], *rest[3:], backend
+        )
     for name in Records._fields:
         learning = records._replace(**{name: [getattr(records, name)[0].requires_grad_()]})
         calls[f"commit_and_read of {name}"] = lambda learning=learning: commit_and_read(

@@ -17,6 +17,7 @@ from support import DEVICES
 
 
 NEW_TOKENS = 34
+LENGTHS = [NEW_TOKENS, pytest.param(256, marks=pytest.mark.slow)]
 PROMPTS = ("import os\nimport sys\n", "try:\n    import json\n")  # in bfloat16 on a CPU their texts often part
 
 
@@ -29,22 +30,25 @@ def models(device, dtype):
     return target, AutoTokenizer.from_pretrained(path), {"lookup": ready_hf.PromptLookupDrafter(), "ReaDy": drafter}
 
 
+@pytest.mark.parametrize("new_tokens", LENGTHS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_c11_float32_is_identical(device):
+def test_c11_float32_is_identical(device, new_tokens):
     target, tokenizer, drafters = models(device, torch.float32)
     for text in PROMPTS:
         inputs = Prompt(text).encode(tokenizer, target.device)
-        options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+        options = {"do_sample": False, "max_new_tokens": new_tokens}
         plain = target.generate(**inputs, **options)
         for drafter in drafters.values():
             assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), plain)
-    print(f"\nC11 on {device} in float32: {len(PROMPTS) * len(drafters)} texts of {NEW_TOKENS} tokens identical")
+    print(f"\nC11 on {device} in float32: {len(PROMPTS) * len(drafters)} texts of {new_tokens} tokens identical")
 
 
+@pytest.mark.parametrize("new_tokens", LENGTHS)
+@pytest.mark.parametrize("text", PROMPTS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_c11_bfloat16_parts_at_near_ties_only(device):
+def test_c11_bfloat16_parts_at_near_ties_only(device, text, new_tokens):
     target, tokenizer, drafters = models(device, torch.bfloat16)
-    path = PlainPath(target, Prompt(PROMPTS[0]).encode(tokenizer, target.device), NEW_TOKENS)
+    path = PlainPath(target, Prompt(text).encode(tokenizer, target.device), new_tokens)
     found = [drafted_run(path, name, drafter, 0)[0] for name, drafter in drafters.items()]
     ties = [run.tie for run in found if run.first_difference is not None]
     print(f"\nC11 on {device} in bfloat16: {len(ties)} of {len(found)} texts part, {ties}")

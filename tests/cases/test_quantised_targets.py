@@ -21,6 +21,7 @@ from ready_hf.demo_prompts import Prompt
 from ready_hf.evaluation import evaluate
 from ready_hf.features import FrozenTarget
 from ready_hf.fingerprints import weights_fingerprint
+from ready_hf.intervals import MACRO
 from ready_hf.plain_paths import PlainPath
 from ready_hf.verify_target import verify_target
 from support import (
@@ -312,6 +313,10 @@ def test_c67_a_target_against_its_4_bit_version():
         assert all(1 <= estimate.value <= 9 for estimate in accepted.values())
         report = result.to_markdown()
         assert all(estimate.text() in report for estimate in [*accepted.values(), *speed.values()])
+        slower = [f"({speed[task].value:.2f})" for task in speed if task != MACRO and speed[task].value < 1]
+        said = "".join(line for line in report.splitlines() if line.startswith("SLOWER than plain decoding: dspark"))
+        assert bool(said) is bool(slower)
+        assert all(value in said for value in slower)
     assert found["nf4"].setting["quantization"] == "nf4"
     assert "quantization nf4" in found["nf4"].to_markdown()
     assert "quantization" not in found["float32"].setting

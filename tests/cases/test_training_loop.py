@@ -437,6 +437,13 @@ def test_c62_a_row_without_any_anchor_changes_nothing(device):
     print(f"\nC62 on {device}: {found[0][0]}")
 
 
+def test_c62_a_slot_that_nobody_sees_sees_itself():
+    """So no row of the attention is empty, even with all context and all slots hidden."""
+    context, slots = torch.zeros(1, 8), torch.zeros(1, 6)
+    mask = modeling_ready.block_mask(torch.tensor([[0, 5]]), 3, 8, 8, None, context, slots)
+    assert torch.equal(mask[0, 0], torch.cat([torch.zeros(6, 8), torch.eye(6)], dim=1).bool())
+
+
 def test_c68_reader_on_and_off_with_the_same_budget(tmp_path):
     """Same rows, anchors and steps; the report compares them on prompts that were not learned."""
     from ready_hf.demo_prompts import Prompt
