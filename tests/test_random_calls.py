@@ -28,7 +28,7 @@ def assert_close(got, want) -> None:
     """Scores or logits of every token; `None` where they were not asked for."""
     assert (got is None) == (want is None)
     for one, other in zip(got or (), want or (), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def seen(cache, length: int) -> dict[str, torch.Tensor]:
