@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ready_hf import compiled_code, record_stats
 from ready_hf.compiled_code import without_compiled_code
+from ready_hf.plain_paths import PlainPath
 from support import (
+    DEVICES,
     FAMILIES,
     VOCAB_SIZE,
     FeatureCheck,
@@ -21,6 +23,8 @@ from support import (
     partly_right,
     random_prompt,
     tiny_target,
+    trained_target,
+    trained_tokenizer,
     with_lively_weights,
 )
 
@@ -28,6 +32,17 @@ from support import (
 MOST_PLAIN = 3  # the prompt, and two for one token: keys and values of a fixed length, and of any
 MOST_DRAFTED = 5  # the prompt with features; two for a block and two for one token: keys as they came, and cut back
 MOST_DRAFTER = 4  # the prompt, and later rounds: one new position, several, keys and values of any length
+# flash-linear-attention's functions are not compiled, so every layer with one of them is graphs of its own
+MOST_IN_PIECES = 40
+MOST_OF_SIX_LAYERS = (
+    100  # torch keeps 8 versions of a function, for 4 layers and several lengths; others run uncompiled
+)
+MOST_LATER = {"cpu": 0, "cuda": 2}
+# Its block function, which one forward over a text goes through, multiplies float32 in tf32: 1e-3 from plain decoding
+STATES = {"cpu": 1e-5, "cuda": 5e-3}
+FEATURES = {"cpu": 1e-4, "cuda": 5e-2}  # not relative, of numbers up to 10
+CODE = "def area(width, height):\n    total = width * height\n    return total"
+EDIT = f"<file>\n{CODE}\n</file>\n# Rename total to size\n<edited>\n"
 
 
 @pytest.fixture(autouse=True)
@@ -66,51 +81,120 @@ def num_graphs() -> int:
 
 
 def written(model, new_tokens=40, **options):
-    return model.generate(random_prompt(5), do_sample=False, max_new_tokens=new_tokens, **options)
+    prompt = random_prompt(5).to(model.device)
+    return model.generate(prompt, do_sample=False, max_new_tokens=new_tokens, **options)
+
+
+class RealignedDrafter(ScriptedDrafter):
+    """Goes on from what plain decoding makes of the text so far, should that part from the reference."""
+
+    def __init__(self, plain, reference, **options):
+        super().__init__(reference, **options)
+        self.plain, self.partings = plain, []
+
+    def parts(self, ids):
+        """Whether a text is not the beginning of the reference; notes where."""
+        differs = (ids != self.reference[:, : ids.shape[1]])[0].nonzero()
+        self.partings += differs[:1, 0].tolist()
+        return len(differs) > 0
+
+    def draft(self, context):
+        ids, length = context.input_ids, self.reference.shape[1]
+        if self.parts(ids):
+            self.reference = self.plain.generate(ids, do_sample=False, max_new_tokens=length - ids.shape[1])
+        return super().draft(context)
+
+
+def ties_of(plain, ids, partings):
+    """What plain decoding of a prompt of 5 tokens says of places in a text."""
+    path = PlainPath(plain, {"input_ids": ids[:, :5]}, 1)
+    path.ids = ids
+    return [path.tie(place - 5) for place in partings]
 
 
 @pytest.mark.slow
-def test_c22_two_hundred_rounds_that_accept_one_to_nine_tokens():
+@pytest.mark.parametrize("device", DEVICES)
+def test_c22_two_hundred_rounds_that_accept_one_to_nine_tokens(device):
     """Every number of drafts; the states and features of the rounds are those of the model as it was."""
-    plain, tokens = two_layers("qwen3_5"), 1040
+    plain, tokens = two_layers("qwen3_5").to(device), 1040
     target, reference = compiled(plain), written(plain, tokens)
     assert torch.equal(written(target), reference[:, :45])
-    assert 0 < num_graphs() <= MOST_PLAIN
+    before = num_graphs()
+    assert 0 < before <= (MOST_PLAIN if device == "cpu" else MOST_IN_PIECES)
 
-    drafter = ScriptedDrafter(reference, block_size=8, is_right=lambda round_, position: position < round_ * 5 % 9)
+    drafter = RealignedDrafter(
+        plain, reference, block_size=8, is_right=lambda round_, position: position < round_ * 5 % 9
+    )
     features, states = FeatureCheck(), StateCheck(plain, every=20)
     drafter.target_layer_ids, drafter.check = [0, 1], lambda context: (features(context), states(context))
-    before = num_graphs()
     with record_stats() as stats:
-        assert torch.equal(written(target, tokens, assistant_model=drafter), reference)
+        text = written(target, tokens, assistant_model=drafter)
+    drafter.parts(text)
+    found, ties = num_graphs() - before, ties_of(plain, text, drafter.partings)
+    worst = features.worst(plain, text)
+    print(
+        f"\nC22 on {device}: {drafter.rounds} rounds of {stats.accepted_by_position} accepted drafts, {before} graphs"
+    )
+    print(f"and {found} with drafts, states to {states.worst:.1e}, features to {worst:.1e}, the text parts at {ties}")
+    assert all(tie.is_near for tie in ties) if device == "cuda" else torch.equal(text, reference)
     assert drafter.rounds > 200
     assert min(stats.accepted_by_position) > 20
-    assert states.worst < 1e-5
-    assert features.worst(plain, reference) < 1e-4
-    assert 0 < num_graphs() - before <= MOST_DRAFTED
+    assert states.worst < STATES[device]
+    assert worst < FEATURES[device]
+    assert 0 < found <= (MOST_DRAFTED if device == "cpu" else MOST_IN_PIECES)
 
 
 @pytest.mark.slow
-def test_c22_a_compiled_drafter_and_later_calls():
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 40), pytest.param("cuda", 240, marks=pytest.mark.gpu)])
+def test_c22_a_compiled_drafter_and_later_calls(device, tokens):
     """The features that the drafter asks for arrive, though the target was compiled before anybody read any; calls
     with other blocks, and without a drafter, find the code that is there."""
-    plain = two_layers()
-    target, reference, drafter = compiled(plain), written(plain), drafter_for(plain, block_size=4)
-    assert torch.equal(written(target), reference)
+    plain = two_layers().to(device)  # on a GPU too, no kernel is in the way: nothing is in tf32
+    drafter = drafter_for(plain, block_size=4).to(device)
+    target, reference = compiled(plain), written(plain, tokens)
+    assert torch.equal(written(target, tokens), reference)
     with record_stats() as uncompiled:
-        assert torch.equal(written(plain, assistant_model=drafter), reference)
+        assert torch.equal(written(plain, tokens, assistant_model=drafter), reference)
     drafter.compile(backend="eager")
-    for most in (MOST_DRAFTED + MOST_DRAFTER, 0):
+    most_first = (MOST_DRAFTED + MOST_DRAFTER) * (1 if device == "cpu" else 2)
+    for most in (most_first, MOST_LATER[device]):
         before = num_graphs()
         with record_stats() as stats:
-            assert torch.equal(written(target, assistant_model=drafter), reference)
+            assert torch.equal(written(target, tokens, assistant_model=drafter), reference)
         assert stats.accepted_by_position == uncompiled.accepted_by_position
         scripted = partly_right(reference, 0.6, block_size=6)
         scripted.target_layer_ids, scripted.check = drafter.config.target_layer_ids, FeatureCheck()
-        assert torch.equal(written(target, assistant_model=scripted), reference)
-        assert scripted.check.worst(plain, reference) < 1e-4
-        assert torch.equal(written(target), reference)
-        assert num_graphs() - before <= most
+        assert torch.equal(written(target, tokens, assistant_model=scripted), reference)
+        assert scripted.check.worst(plain, reference) < FEATURES[device]
+        assert torch.equal(written(target, tokens), reference)
+        found = num_graphs() - before
+        print(f"\nC22 on {device}: a compiled drafter, {stats.rounds} rounds, {found} graphs more")
+        assert found <= most
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+def test_c22_the_default_backend_on_a_gpu():
+    """Inductor rounds otherwise than eager code: where a text parts from it, plain decoding is not sure either."""
+    plain = copy.deepcopy(trained_target()).to("cuda")
+    target = copy.deepcopy(plain)
+    target.compile()
+    inputs = trained_tokenizer()(EDIT, return_tensors="pt").to("cuda")
+    path = PlainPath(plain, inputs, 60)
+    for most in (MOST_OF_SIX_LAYERS, MOST_LATER["cuda"]):
+        before, ties = counters["stats"].get("unique_graphs", 0), {}
+        guesses = partly_right(path.ids, 0.7)
+        with record_stats() as stats:
+            for name, drafter in (("plain", None), ("guesses", guesses)):
+                text = target.generate(**inputs, do_sample=False, max_new_tokens=60, assistant_model=drafter)
+                differs = (text != path.ids)[0].nonzero()[:, 0].tolist()
+                if differs:
+                    ties[name] = path.tie(differs[0] - path.prompt_length)
+        found = counters["stats"].get("unique_graphs", 0) - before
+        print(f"\nC22 on cuda with inductor: {stats.rounds} rounds, {found} graphs more, texts part at {ties}")
+        assert all(tie.is_near for tie in ties.values())
+        assert found <= most
+        assert found > 0 or most == MOST_LATER["cuda"]
 
 
 @pytest.mark.slow

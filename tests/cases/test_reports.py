@@ -19,7 +19,7 @@ from ready_hf.evaluation import decode, evaluate
 from ready_hf.evaluation_command import thinking_prompts
 from ready_hf.intervals import MACRO
 from ready_hf.train_command import FEW_ROWS
-from support import drafter_for, trained_target, trained_tokenizer
+from support import DEVICES, drafter_for, trained_target, trained_tokenizer
 
 
 TEXTS = [f"def function_{i}(value):\n    return value + {i}\n" * 3 for i in range(20)]
@@ -211,13 +211,15 @@ def turns(tmp_path):
 
 
 @pytest.mark.slow
-def test_c34_both_modes_of_thinking_side_by_side(tmp_path, turns, capsys):
+@pytest.mark.parametrize("device", DEVICES)
+def test_c34_both_modes_of_thinking_side_by_side(device, tmp_path, turns, capsys):
     """Each mode of a conversation is a task of its own, and where a drafter is slower than plain decoding is said."""
     folder = chat_target(tmp_path / "target", THINKING)
     options = ["--target", str(folder), "--drafter", ready_hf.small_drafter_path("dspark"), "--temperature", "0"]
-    options += ["--prompts-file", str(turns), "--max-new-tokens", "10", "--resamples", "50"]
+    options += ["--prompts-file", str(turns), "--max-new-tokens", "10", "--resamples", "50", "--device", device]
     assert main(["eval", *options, "--thinking", "both", "--json", str(tmp_path / "both.json")]) == 0
     report, found = capsys.readouterr().out, json.loads((tmp_path / "both.json").read_text())
+    assert found["setting"]["device"].startswith(device)
     tasks = {"chat, thinking", "chat, no thinking", "code"}
     figures = found["figures"]["greedy"]["DSpark"]
     assert tasks | {MACRO} == set(figures["accepted_length"]) == set(figures["speed"])
@@ -237,6 +239,9 @@ def test_c34_both_modes_of_thinking_side_by_side(tmp_path, turns, capsys):
     assert set(off) == {"chat", "code", MACRO}
     both = [figures["accepted_length"][f"chat, {mode}"]["value"] for mode in ("thinking", "no thinking")]
     assert off["chat"]["value"] == both[1] != both[0]
+    speeds = ", ".join(f"{task} {figures['speed'][task]['value']:.2f}" for task in sorted(tasks))
+    with capsys.disabled():  # what the command wrote is read above
+        print(f"\nC34 on {device}: accepted length thinking {both[0]:.2f}, not {both[1]:.2f}; speed {speeds}")
 
 
 def test_c34_a_mode_that_is_slower_is_named():
