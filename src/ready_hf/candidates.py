@@ -18,7 +18,7 @@ from transformers.generation import logits_process
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 from ready_hf.compiled_code import is_compiled, without_compiled_code
-from ready_hf.target import cache_in, recurrent_layers
+from ready_hf.target import cache_in, checks_reading
 from ready_hf.target_features import FeatureCapture
 
 
@@ -191,8 +191,8 @@ class ReadyCandidateGenerator(CandidateGenerator):
         self._is_first_round = True
         ids = drafter.target_layer_ids
         self._capture = FeatureCapture(target, ids, attach=False) if ids else None
-        # compiled code looks for hooks in recurrent layers only (see `target.announce_reading`)
-        self._needs_eager = self._capture is not None and is_compiled(target) and not recurrent_layers(target)
+        # compiled code does not look for hooks by itself
+        self._needs_eager = self._capture is not None and is_compiled(target) and not checks_reading(target)
 
     def get_candidates(
         self, input_ids: torch.LongTensor, *, model_kwargs: dict[str, Any], num_drafts: int, **kwargs: Any

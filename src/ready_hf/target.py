@@ -291,6 +291,16 @@ def announce_reading(layer_ids: tuple[int, ...]) -> None:
     _thread.read_layers = layer_ids
 
 
+def checks_reading(model: PreTrainedModel) -> bool:
+    """Whether compiled code of a target checks what `announce_reading` says.
+
+    It does so in recurrent layers. Kernel packages are not compiled: they cut the code to pieces, of which those
+    without a recurrent layer do not check.
+    """
+    layers = recurrent_layers(model)
+    return bool(layers) and not any(_has_kernel(layer.recurrence, model.device) for layer in layers)
+
+
 def ensure_patched(model: PreTrainedModel) -> None:
     """Wraps the recurrence functions that `model` calls; idempotent, thread-safe, undone by `ready_hf.unhook()`.
 
