@@ -117,7 +117,7 @@ WHICH_LAYERS = [
     replace(BEST, name="best, middle third of the layers", thirds=(1, 2)),
     replace(BEST, name="best, last third of the layers", thirds=(2, 3)),
 ]
-DEFAULT = Arm("default")  # what `for_target` makes: the best, with a rank that follows from the target's shape
+DEFAULT = Arm("default")  # what `for_target` makes; the best, today
 CEILING = [
     _reader("large reader", injection="last", conditioning=SLOT, num_queries=4, rank=512, query_rank=None),
     Arm("dspark with the next feature", reader=False, next_feature=True),

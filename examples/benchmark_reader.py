@@ -25,9 +25,9 @@ from ready_hf.state_reader import StateReader
 
 FIRST = {"reader_projection": "full", "reader_rank": 64, "reader_injection": "input", "reader_gate": False}
 READERS: dict[str, dict] = {
-    "default, rank 3": {"reader_rank": 3},  # what for_target chooses for this shape
     "default, rank 8": {},
-    "default, rank 3, no gate": {"reader_rank": 3, "reader_gate": False},
+    "rank 3": {"reader_rank": 3},
+    "rank 3, no gate": {"reader_rank": 3, "reader_gate": False},
     "full 64, at the input": FIRST,
 }
 

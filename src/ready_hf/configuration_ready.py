@@ -26,7 +26,7 @@ from ready_hf.target_shape import TargetShape, special_token_ids, target_shape
 logger = logging.getLogger(__name__)
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 2, 31
-LARGEST_BILINEAR_RANK, FULL_RANK = 8, 64
+BILINEAR_RANK, FULL_RANK = 8, 64
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -75,8 +75,7 @@ class ReadyDrafterConfig(PreTrainedConfig):
         state_shape (`list[int]`, *optional*): `[H, K, V]` of one state.
         reader_projection (`"full"` or `"bilinear"`): `full`: all reads of a slot through one map of rank
             `reader_rank`; `bilinear`: every head's read to `reader_rank` numbers.
-        reader_rank (`int`, *optional*): See `reader_projection`. Default: 64 for a full map, 8 for bilinear ones;
-            `for_target` gives these as many numbers in all as the hidden size has channels, 1 to 8 per head.
+        reader_rank (`int`, *optional*): See `reader_projection`. Default: 64 for a full map, 8 for bilinear ones.
         reader_conditioning (`list[str]`): What is added to the learned query of a slot: terms from `"anchor"`
             (embedding of the anchor), `"context"` (the last context feature), `"slot"` (the slot's hidden state where
             reads are added), any of them or none.
@@ -161,7 +160,7 @@ class ReadyDrafterConfig(PreTrainedConfig):
         if self.target_layer_ids is None:
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers)
         if self.reader_rank is None:
-            self.reader_rank = LARGEST_BILINEAR_RANK if self.reader_projection == "bilinear" else FULL_RANK
+            self.reader_rank = BILINEAR_RANK if self.reader_projection == "bilinear" else FULL_RANK
         if self.reader_conditioning is None:
             self.reader_conditioning = ["anchor", "context"]
         if self.reader_gate_inputs is None:
@@ -352,9 +351,7 @@ class ReadyDrafterConfig(PreTrainedConfig):
         special = special_token_ids(config)
         derived = _derived_sizes(shape) | special
         if reader and options.get("state_layer_ids", ()) is not None:
-            derived |= _derived_reader(
-                shape, options.get("state_layer_ids"), options.get("reader_projection", "bilinear")
-            )
+            derived |= _derived_reader(shape, options.get("state_layer_ids"))
         if mask_token_id is None:
             sources = (getattr(target, "generation_config", None), tokenizer)
             used = [*special.values(), *(getattr(source, name, None) for source in sources for name in special)]
@@ -443,7 +440,7 @@ def _derived_sizes(shape: TargetShape) -> dict[str, Any]:
     }
 
 
-def _derived_reader(shape: TargetShape, chosen: list[int] | None, projection: str) -> dict[str, Any]:
+def _derived_reader(shape: TargetShape, chosen: list[int] | None) -> dict[str, Any]:
     if not shape.state_layer_ids:
         raise UnsupportedTargetError(
             f"{shape.name} keeps no recurrent state, so there is nothing for a reader to read. Make the drafter with "
@@ -452,14 +449,7 @@ def _derived_reader(shape: TargetShape, chosen: list[int] | None, projection: st
     found = dict(zip(shape.state_layer_ids, shape.state_shapes, strict=True))
     ids = list(shape.state_layer_ids if chosen is None else chosen)
     shapes = {found[i] for i in ids if i in found}
-    state_shape = list(min(shapes)) if shapes else [1, 1, 1]
-    found_sizes: dict[str, Any] = {"state_layer_ids": ids, "state_shape": state_shape}
-    if projection == "bilinear":  # a gate and an output of thousands of heads would be larger than the drafter
-        num_heads = max(1, len(ids) * state_shape[0])
-        found_sizes["reader_rank"] = min(LARGEST_BILINEAR_RANK, math.ceil(shape.hidden_size / num_heads))
-    else:
-        found_sizes["reader_rank"] = FULL_RANK
-    return found_sizes
+    return {"state_layer_ids": ids, "state_shape": list(min(shapes)) if shapes else [1, 1, 1]}
 
 
 def _check_layer_ids(name: str, ids: list[int] | None, num_layers: int) -> None:

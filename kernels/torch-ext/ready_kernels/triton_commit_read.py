@@ -208,6 +208,7 @@ def commit_read_kernel(
         tl.store(p_reads, read.to(reads.dtype.element_ty), mask=m_reads)
 
 
+@torch.compiler.disable  # addresses, versions and pinned memory are no matter for a compiler
 def commit_and_read(
     states: Stacked,
     records: Records,
