@@ -119,6 +119,13 @@ class ReadyTrainer(Trainer):
                 "`freeze_backbone_steps` and `reader_learning_rate` are for drafters with a reader, and this one has "
                 "none: leave them out, or give it one with `ready_hf.schedules.add_reader(drafter, target)`"
             )
+        low = {str(p.dtype) for p in model.parameters() if p.requires_grad and p.element_size() < 4}
+        if low:
+            logger.warning(
+                "ready_hf: the drafter's weights are %s, in which small steps round away: train `drafter.float()`, with "
+                "`bf16=True` to compute in bfloat16",
+                " and ".join(sorted(low)),
+            )
         if any(kwargs.get("optimizers") or ()) and (
             args.freeze_backbone_steps or args.reader_learning_rate is not None
         ):

@@ -130,6 +130,23 @@ def test_c19_a_step_that_is_not_finite_is_skipped_and_reported(tmp_path, caplog,
     assert all(torch.isfinite(value).all() for value in drafter.parameters())
 
 
+@pytest.mark.slow
+def test_c19_500_steps_in_bfloat16_stay_finite(tmp_path, caplog):
+    """Pure bfloat16 warns that small steps round away; master weights in float32 learn no worse."""
+    target, ends, warned = copy.deepcopy(trained_target()).to(torch.bfloat16), {}, {}
+    for dtype in (torch.bfloat16, torch.float32):
+        caplog.clear()
+        drafter = drafter_for(target, block_size=4).to(dtype)
+        trainer = run_training(tmp_path / str(dtype), drafter, target, 500, learning_rate=6e-4, bf16=True)
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert trainer.num_skipped_steps == 0
+        assert all(torch.isfinite(p).all() and p.dtype == dtype for p in drafter.parameters())
+        ends[dtype], warned[dtype] = sum(losses[-50:]) / 50, "small steps round away" in caplog.text
+        assert ends[dtype] < 0.9 * sum(losses[:50]) / 50
+    assert warned == {torch.bfloat16: True, torch.float32: False}
+    assert ends[torch.float32] < ends[torch.bfloat16] + 0.02
+
+
 def test_c28_six_steps_are_three_and_three_after_a_resume(tmp_path):
     """Same learning rates, losses, data order, anchors and weights."""
     target = tiny_target("qwen3_5")
