@@ -1,5 +1,6 @@
 """Cases of other categories with real drafters: C16, C35, C46, C52, C74, C78, C84."""
 
+import copy
 import json
 import logging
 import math
@@ -15,7 +16,7 @@ from ready_hf import ReadyDrafterConfig, ReadyDrafterModel, UnsupportedTargetErr
 from ready_hf.features import FrozenTarget
 from ready_hf.heads import SequentialHead
 from ready_hf.losses import DraftingLoss
-from support import DEVICES, FAMILIES, drafter_for, random_prompt, tiny_target
+from support import DEVICES, FAMILIES, drafter_for, random_prompt, tiny_target, trained_target
 
 
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
@@ -63,10 +64,11 @@ def test_c35_every_parameter_of_a_drafter_made_in_bfloat16_is_finite():
         assert all(torch.isfinite(tensor).all() for tensor in [*drafter.parameters(), *drafter.buffers()]), seed
 
 
-def test_c46_more_drafts_than_the_block(caplog):
-    target, prompt = tiny_target("qwen3_5"), random_prompt(12)
+@pytest.mark.parametrize("device", DEVICES)
+def test_c46_more_drafts_than_the_block(caplog, device):
+    target, prompt = copy.deepcopy(trained_target()).to(device), random_prompt(12).to(device)
     plain = generate(target, prompt)
-    drafter = drafter_for(target, block_size=8)
+    drafter = drafter_for(target, block_size=8).to(device)
     first = {}
     for limit, most in ((4, 4), (8, 8), (12, 8), (64, 8)):
         caplog.clear()
@@ -79,16 +81,17 @@ def test_c46_more_drafts_than_the_block(caplog):
     assert first[8] == first[12] == first[64]
 
 
-def test_c46_fewer_drafts_are_the_first_of_the_block():
+@pytest.mark.parametrize("device", DEVICES)
+def test_c46_fewer_drafts_are_the_first_of_the_block(device):
     """A trained drafter, asked for 4 of its 8: at the same anchor the same drafts, so they are accepted as often."""
     path = ready_hf.small_target_path()
-    target = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    drafter = AutoModel.from_pretrained(ready_hf.small_drafter_path("dspark"), dtype=torch.float32).eval()
+    target = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(device)
+    drafter = AutoModel.from_pretrained(ready_hf.small_drafter_path("dspark"), dtype=torch.float32).eval().to(device)
     tokenizer = AutoTokenizer.from_pretrained(path)
     logs = {}
     for limit in (4, 8):
         for text in ("def main(", "import os\n\nclass Reader:", "for name in sorted("):
-            ids = tokenizer(text, return_tensors="pt")["input_ids"]
+            ids = tokenizer(text, return_tensors="pt")["input_ids"].to(device)
             with ready_hf.record_stats() as stats:
                 generate(target, ids, assistant_model=drafter, num_assistant_tokens=limit)
             logs[limit, text] = {entry.context: entry for entry in stats.log}

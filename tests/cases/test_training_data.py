@@ -13,7 +13,7 @@ from ready_hf.data import prompt_ids, training_rows
 from ready_hf.features import FrozenTarget, choose_anchors, legal_anchors
 from ready_hf.row_encoder import RowEncoder, RowOptions
 from ready_hf.text_sources import DataError, read_examples
-from support import drafter_for, tiny_target
+from support import DEVICES, drafter_for, tiny_target
 
 
 END = "<|endoftext|>"  # of the shipped tokenizer
@@ -271,23 +271,24 @@ def test_c61_a_collator_that_packs_is_refused_too(tmp_path, what):
         getattr(ReadyTrainer(drafter, arguments, target=target, **data), what)()
 
 
-def test_c61_rows_beside_each_other_have_their_own_features_and_states():
-    target = tiny_target("qwen3_5")
+@pytest.mark.parametrize("device", DEVICES)
+def test_c61_rows_beside_each_other_have_their_own_features_and_states(device):
+    target, worst = copy.deepcopy(tiny_target("qwen3_5")).to(device), 0.0
     frozen = FrozenTarget(target, drafter_for(target, block_size=4).config)
-    rows = [torch.arange(30) % 50 + 3, torch.arange(19) % 40 + 7]
-    anchors = torch.tensor([[5, 12], [3, 9]])
+    rows = [torch.arange(30, device=device) % 50 + 3, torch.arange(19, device=device) % 40 + 7]
+    anchors = torch.tensor([[5, 12], [3, 9]], device=device)
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    mask = (torch.arange(30) < torch.tensor([[30], [19]])).long()
+    mask = (torch.arange(30) < torch.tensor([[30], [19]])).long().to(device)
     with torch.no_grad():
         together = frozen.batch(ids, anchors, attention_mask=mask)
         for i, row in enumerate(rows):
             alone = frozen.batch(row[None], anchors[i : i + 1])
-            states, own = together.states.stack()[i], alone.states.stack()[0]
-            assert float((states - own).norm()) <= 1e-5 * float(own.norm())
             features = together.context_hidden_states[i, : len(row)]
-            own = alone.context_hidden_states[0]
-            assert float((features - own).norm()) <= 1e-5 * float(own.norm())
+            pairs = [(together.states.stack()[i], alone.states.stack()[0]), (features, alone.context_hidden_states[0])]
+            worst = max(worst, *(float((found - own).norm() / own.norm()) for found, own in pairs))
             assert torch.equal(together.labels[i], alone.labels[0])
+    print(f"\nC61 on {device}: features and states of a row beside another part by {worst:.1e}")
+    assert worst <= (1e-5 if device == "cpu" else 2e-3)  # a block function there multiplies in tf32
 
 
 def test_c92_no_label_crosses_from_one_conversation_into_the_next():

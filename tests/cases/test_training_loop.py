@@ -1,4 +1,4 @@
-"""Cases C13, C14, C15, C19, C27, C28, C40, C53, C62, C63, C64, C68 and C88: what users met while training drafters."""
+"""Cases C13, C14, C15, C19, C28, C40, C53, C62, C63, C64, C68 and C88: what users met while training drafters."""
 
 import copy
 import os
@@ -34,9 +34,8 @@ def run_training(folder, drafter, target, steps, resume=None, callbacks=None, ba
         per_device_train_batch_size=batch,
         logging_steps=1,
         disable_tqdm=True,
-        use_cpu=True,
         num_anchors=3,
-        **{"learning_rate": 1e-2, **options},
+        **{"learning_rate": 1e-2, "use_cpu": True, **options},
     )
     trainer = ReadyTrainer(drafter, arguments, target=target, train_dataset=rows, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
@@ -131,18 +130,22 @@ def test_c19_a_step_that_is_not_finite_is_skipped_and_reported(tmp_path, caplog,
 
 
 @pytest.mark.slow
-def test_c19_500_steps_in_bfloat16_stay_finite(tmp_path, caplog):
+@pytest.mark.parametrize("device", DEVICES)
+def test_c19_500_steps_in_bfloat16_stay_finite(tmp_path, caplog, device):
     """Pure bfloat16 warns that small steps round away; master weights in float32 learn no worse."""
     target, ends, warned = copy.deepcopy(trained_target()).to(torch.bfloat16), {}, {}
     for dtype in (torch.bfloat16, torch.float32):
         caplog.clear()
         drafter = drafter_for(target, block_size=4).to(dtype)
-        trainer = run_training(tmp_path / str(dtype), drafter, target, 500, learning_rate=6e-4, bf16=True)
+        options = {"learning_rate": 6e-4, "bf16": True, "use_cpu": device == "cpu"}
+        trainer = run_training(tmp_path / str(dtype), drafter, target, 500, **options)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         assert trainer.num_skipped_steps == 0
         assert all(torch.isfinite(p).all() and p.dtype == dtype for p in drafter.parameters())
+        assert drafter.device.type == device
         ends[dtype], warned[dtype] = sum(losses[-50:]) / 50, "small steps round away" in caplog.text
         assert ends[dtype] < 0.9 * sum(losses[:50]) / 50
+    print(f"\nC19 on {device}: mean loss of the last 50 of 500 steps {ends}")
     assert warned == {torch.bfloat16: True, torch.float32: False}
     assert ends[torch.float32] < ends[torch.bfloat16] + 0.02
 
@@ -409,18 +412,6 @@ def test_c88_the_smallest_change_is_seen_without_float64(dtype):
         after = _sums_of_weights(layer)
     assert after["weight"] != before["weight"]
     assert after["bias"] == before["bias"]
-
-
-@pytest.mark.slow
-def test_c27_the_loss_of_a_large_vocabulary_needs_less_than_2_gb(tmp_path):
-    """248,320 tokens, 20 blocks of 16, of which one dense copy has 318 MB: a fraction of what dense takes."""
-    script = Path(__file__).parents[2] / "examples" / "benchmark_loss.py"
-    sizes = ["16777216", "268435456"]  # four chunks; all at once
-    command = [sys.executable, str(script), "--blocks", "20", "--max-logits", *sizes]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    chunked, dense = (int(line.split()[1]) for line in done.stdout.splitlines())
-    assert chunked < 1e9  # by default chunks are four times as large, however many blocks there are
-    assert chunked < dense / 2
 
 
 @pytest.mark.parametrize("device", DEVICES)
