@@ -122,8 +122,8 @@ class ReadyTrainer(Trainer):
         low = {str(p.dtype) for p in model.parameters() if p.requires_grad and p.element_size() < 4}
         if low:
             logger.warning(
-                "ready_hf: the drafter's weights are %s, in which small steps round away: train `drafter.float()`, with "
-                "`bf16=True` to compute in bfloat16",
+                "ready_hf: the drafter's weights are %s, in which small steps round away: train `drafter.float()`, "
+                "with `bf16=True` to compute in bfloat16",
                 " and ".join(sorted(low)),
             )
         if any(kwargs.get("optimizers") or ()) and (
