@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import ready_hf
 from ready_hf import ReadyDrafterModel
@@ -26,6 +27,9 @@ def calls(monkeypatch):
     return seen
 
 
+RETURN_CACHE = {"max_new_tokens": 60, "return_dict_in_generate": True}
+
+
 def generate(model, ids, **kwargs):
     return model.generate(ids, **{"do_sample": False, "max_new_tokens": 16} | kwargs)
 
@@ -43,6 +47,37 @@ def test_c09_second_turn_with_a_real_drafter(calls, window):
     assert rows.shape[1] == 11  # turn 1's anchor and the new tokens; no rows made up for the tokens before
     assert calls[0]["context_position_ids"].tolist() == [list(range(99, 110))]
     assert rows.abs().amax(-1).min() > 0
+
+
+TURNS = [
+    "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n",
+    "import os\nimport sys\n\n\ndef main(arguments=None):\n    parser = ",
+    "for name in sorted(os.listdir(path)):\n    with open(name) as file:\n        text = file.read()\n",
+]
+
+
+@pytest.mark.slow
+def test_c09_a_trained_drafter_accepts_nearly_as_much_behind_a_cache_as_in_a_cold_run():
+    path = ready_hf.small_target_path()
+    target = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    drafter = AutoModel.from_pretrained(ready_hf.small_drafter_path("ready"), dtype=torch.float32).eval()
+    tokenizer, found = AutoTokenizer.from_pretrained(path), {"warm": [0, 0], "cold": [0, 0]}
+    for text in TURNS:
+        first = generate(target, tokenizer(text, return_tensors="pt")["input_ids"], **RETURN_CACHE)
+        new = tokenizer("\n\n\ndef save(self, path):\n", return_tensors="pt")["input_ids"]
+        ids = torch.cat([first.sequences, new], dim=1)
+        assert new.shape[1] < drafter.config.sliding_window  # the window is not full of rows again
+        texts = {}
+        for name, cache in (("warm", cache_argument(cache_of(first))), ("cold", {})):
+            with ready_hf.record_stats() as stats:
+                texts[name] = generate(target, ids, max_new_tokens=40, assistant_model=drafter, **cache)
+            found[name][0] += sum(stats.accepted_by_position)
+            found[name][1] += stats.rounds
+        assert torch.equal(texts["warm"], texts["cold"])
+    warm, cold = (1 + accepted / rounds for accepted, rounds in found.values())
+    print(f"\nC09: {warm:.2f} tokens a round behind a cache, {cold:.2f} cold")
+    assert warm > 2
+    assert warm > 0.8 * cold
 
 
 @pytest.mark.parametrize("depth", [10, 100, 1000])

@@ -15,6 +15,7 @@ from support import (
     cache_of,
     char_tokenizer,
     counting_forwards,
+    drafter_for,
     k_right,
     oracle,
     partly_right,
@@ -246,6 +247,7 @@ def test_c80_other_arguments(family, extra):
     )
     assert outcome(model, assistant_model=drafter, **kwargs) == want
     assert all(mask in (None, length) for length, mask in widths)
+    assert bool(widths) is isinstance(want, list)  # drafted, or refused before any draft as plain calls are
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
@@ -276,3 +278,13 @@ def test_c83_pipeline(target, at_call, chat):
     got = outputs[0]["generated_text"]
     assert (got[-1]["content"] if chat else got.removeprefix(text)) == new
     assert stats.calls == 1
+
+
+def test_c83_a_path_in_place_of_a_drafter_is_an_error(target, tmp_path):
+    """transformers itself refuses one that its pipeline is made with: it looks for a causal language model there."""
+    drafter_for(target).save_pretrained(tmp_path)
+    pipe = pipeline("text-generation", model=target, tokenizer=chat_tokenizer())
+    with pytest.raises(TypeError, match="must be a loaded drafter, got the string"):
+        pipe("Hello there", assistant_model=str(tmp_path))
+    with pytest.raises(ValueError, match="cannot infer suitable model classes"):
+        pipeline("text-generation", model=target, tokenizer=chat_tokenizer(), assistant_model=str(tmp_path))

@@ -254,3 +254,24 @@ def test_c86_nothing_stays_after_everything_is_deleted(device):
     print(f"\nC86 on {device}: {used} bytes with a target, {levels} after each was deleted")
     assert max(levels[1:]) - levels[0] <= KEPT_BY_LIBRARIES
     assert device == "cpu" or used - levels[-1] > 5 * KEPT_BY_LIBRARIES
+
+
+def test_c86_a_drafter_goes_with_its_target():
+    """No session, hook or cache of a call keeps the drafter, the target or any tensor of theirs."""
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    levels = []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        target = AutoModelForCausalLM.from_config(FAMILIES["qwen3_5"]()).eval()
+        drafter = drafter_for(target, seed)
+        generate(target, random_prompt(12), assistant_model=drafter)
+        alive = weakref.ref(target), weakref.ref(drafter)
+        assert num_hooks(target) == num_hooks(drafter) == 0
+        del target, drafter
+        levels.append(tensors())
+        assert [reference() for reference in alive] == [None, None]
+    assert max(levels[1:]) <= levels[0]

@@ -211,6 +211,17 @@ def test_c59_what_the_prompt_supplies_is_not_learned(name, thinking):
 
 
 @templates
+def test_c59_both_modes_in_one_training(name):
+    """By row: what the mode of the row has supplied is not learned, what it has not is."""
+    tokenizer = tokenizer_with(name)
+    modes = [rows_of([chat("return b")], tokenizer, thinking=thinking)[0] for thinking in ("on", "off")]
+    assert modes[0]["loss_mask"] != modes[1]["loss_mask"]
+    mixed = rows_of([chat("return b")] * 40, tokenizer, thinking="mixed")
+    assert all(row in modes for row in mixed)
+    assert 8 < mixed.count(modes[0]) < 32
+
+
+@templates
 def test_c60_reasoning_beside_the_answer_is_learned_with_it(name):
     tokenizer = tokenizer_with(name)
     (row,) = rows_of([chat("return b", reasoning_content="a or b: b")], tokenizer)

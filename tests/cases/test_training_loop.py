@@ -101,8 +101,9 @@ def test_c15_the_mask_token_is_refused_in_training_text():
         frozen.batch(ids, torch.tensor([[3]]))
 
 
-def test_c19_a_step_that_is_not_finite_is_skipped_and_reported(tmp_path, caplog, monkeypatch):
-    """Steps 1 and 3 of 4 see infinite features; the others change the drafter, these do not."""
+@pytest.mark.parametrize("place", ["features", "gradient"])
+def test_c19_a_step_that_is_not_finite_is_skipped_and_reported(tmp_path, caplog, monkeypatch, place):
+    """Steps 1 and 3 of 4 see infinite features, or an infinite gradient of a finite loss, and change nothing."""
     target = tiny_target("qwen3_5")
     drafter, seen = drafter_for(target), []
     original = FrozenTarget.batch
@@ -110,10 +111,14 @@ def test_c19_a_step_that_is_not_finite_is_skipped_and_reported(tmp_path, caplog,
     def batch(self, *args):
         made = original(self, *args)
         seen.append({name: value.detach().clone() for name, value in drafter.named_parameters()})
-        if len(seen) in (1, 3):
+        if len(seen) in (1, 3) and place == "features":
             made.context_hidden_states[0, 0] = torch.inf
         return made
 
+    def hook(gradient):
+        return gradient * (torch.inf if len(seen) in (1, 3) and place == "gradient" else 1)
+
+    drafter.layers[0].mlp.up_proj.weight.register_hook(hook)
     monkeypatch.setattr(FrozenTarget, "batch", batch)
     trainer = run_training(
         tmp_path, drafter, target, 4, save_strategy="steps", save_steps=3, gradient_accumulation_steps=1

@@ -9,6 +9,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import ready_hf
+from ready_hf.target import output_head
+from ready_hf.target_features import decoder_layers
 from support import (
     FeatureCheck,
     StateCheck,
@@ -113,11 +115,11 @@ def test_c20_embeddings_and_head_on_the_disk(tmp_path):
 
 
 def places(model):
-    """Recurrent layers, embeddings and head, by their weights' addresses."""
+    """Recurrent layers, all decoder layers, embeddings and head, by their weights' addresses."""
     layers = ready_hf.recurrent_layers(model)
-    weights = [next(layer.mixer.parameters()) for layer in layers]
-    weights += [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-    return [layer.layer_idx for layer in layers], [weight.data_ptr() for weight in weights]
+    modules = [*(layer.mixer for layer in layers), *decoder_layers(model)]
+    modules += [model.get_input_embeddings(), output_head(model)]
+    return [layer.layer_idx for layer in layers], [next(module.parameters()).data_ptr() for module in modules]
 
 
 def test_c91_the_same_modules_behind_every_wrapper(with_adapter):
@@ -133,5 +135,7 @@ def test_c91_the_same_modules_behind_every_wrapper(with_adapter):
     seeing = transformers.Qwen3_5ForConditionalGeneration(config)
     found, addresses = places(seeing)
     assert found == places(tiny_target("qwen3_5"))[0]
-    own = seeing.model.language_model.layers
-    assert addresses[:-2] == [next(own[index].linear_attn.parameters()).data_ptr() for index in found]
+    inner = seeing.model.language_model
+    own = [inner.layers[index].linear_attn for index in found]
+    own += [*inner.layers, inner.embed_tokens, seeing.lm_head]
+    assert addresses == [next(module.parameters()).data_ptr() for module in own]
