@@ -17,9 +17,11 @@ from collections.abc import Callable
 
 import torch
 from ablation_batches import warmed_up
+from on_policy_text import check_least
 
 import ready_hf
 from ready_hf import ReadyDrafterConfig
+from ready_hf.configuration_ready import LARGEST_BLOCK, SMALLEST_BLOCK
 from ready_hf.state_reader import StateReader
 
 
@@ -86,6 +88,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", type=pathlib.Path, help="write every run into this file")
     args = parser.parse_args()
+    check_least(args, dict.fromkeys(sizes, 1) | {"block": SMALLEST_BLOCK})
+    if args.block > LARGEST_BLOCK:
+        raise SystemExit(f"--block must be at most {LARGEST_BLOCK}, got {args.block}")
     if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
         raise SystemExit(f"--json {args.json} must be a file in a folder that is there")
     shape = {name: getattr(args, name) for name in sizes}

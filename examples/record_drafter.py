@@ -37,6 +37,8 @@ def read_record(path: pathlib.Path, arm: str) -> dict:
     missing = [name for name in FIELDS if not isinstance(record, dict) or name not in record]
     if missing:
         raise SystemExit(f"{path} has no {', '.join(missing)}: name what ablate_reader.py --out wrote")
+    if not all(isinstance(record[name], dict) for name in ("versions", "options", "arms")):
+        raise SystemExit(f"{path} is not laid out as ablate_reader.py --out writes it: name such a file")
     if arm not in record["arms"]:
         raise SystemExit(f"--arm must be one of {', '.join(record['arms'])}, got {arm}")
     if record["options"].get("on_policy") is None:

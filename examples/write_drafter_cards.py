@@ -14,12 +14,13 @@ import pathlib
 from collections import Counter
 
 import torch
+from on_policy_text import check_least
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ready_hf
 from ready_hf import ReadyDrafterModel
 from ready_hf.demo import Run, kept_prompts
-from ready_hf.demo_prompts import read_prompts
+from ready_hf.demo_prompts import UsageError, read_prompts
 from ready_hf.hub import drafter_card
 from ready_hf.reader_check import ReaderCheck, check_reader
 
@@ -41,6 +42,8 @@ temperature 1. They come from distributions on text that the target wrote after 
 Training text: {rows} rows of {row} tokens that the target wrote itself ({shares}), after prompts of {shortest} to
 {longest} tokens cut from the corpus that the target was trained on.
 """
+IN_TABLE = ("command", "date", "device", "steps", "planned_steps", "rows", "shares")
+RECORDED = (*IN_TABLE, "options", "versions", "prompts", "evaluation")
 USAGE = {  # of drafters that ship with the package
     'from_pretrained("path/to/its/target")': "from_pretrained(ready_hf.small_target_path())",
     '"small_ready"': 'ready_hf.small_drafter_path("ready")',
@@ -49,9 +52,24 @@ USAGE = {  # of drafters that ship with the package
 }
 
 
+def read_record(folder: pathlib.Path) -> dict:
+    """`training.json` of a drafter's folder, with all that a card tells of it."""
+    path = folder / "training.json"
+    if not (folder / "config.json").is_file() or not path.is_file():
+        raise SystemExit(f"{folder} is no folder with a drafter and its training.json, which train_drafter.py writes")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SystemExit(f"{path} is not JSON ({error}): name a folder that train_drafter.py wrote") from error
+    missing = [name for name in RECORDED if not isinstance(record, dict) or name not in record]
+    if missing:
+        raise SystemExit(f"{path} has no {', '.join(missing)}: name a folder that train_drafter.py wrote")
+    return record
+
+
 def write_card(folder: pathlib.Path, check: ReaderCheck | None = None) -> None:
     """Writes the card of the drafter in `folder` from its `training.json`."""
-    record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    record = read_record(folder)
     drafter, evaluation = ReadyDrafterModel.from_pretrained(folder), record["evaluation"]
     card = drafter_card(
         drafter,
@@ -63,7 +81,7 @@ def write_card(folder: pathlib.Path, check: ReaderCheck | None = None) -> None:
     )
     notes = "".join(f"| {name} | {value} |\n" for name, value in record.get("notes", {}).items())
     options = {name: record["options"][name] for name in ("batch", "anchors", "row")}
-    fields = {name: record[name] for name in ("command", "date", "device", "steps", "planned_steps", "rows", "shares")}
+    fields = {name: record[name] for name in IN_TABLE}
     text = (
         str(card).rstrip()
         + "\n"
@@ -93,10 +111,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each")
     parser.add_argument("--date", required=True, help="of the check, for the card")
     args = parser.parse_args()
+    check_least(args, {"count": 2, "tokens": 1})
+    for folder in args.folders:  # all of them, before the first is measured
+        read_record(folder)
+    if not (pathlib.Path(args.target) / "config.json").is_file():
+        raise SystemExit(f"no target in {args.target}: --target must be the folder of one")
+    try:
+        prompts = read_prompts(args.prompts or pathlib.Path(args.target) / "prompts.jsonl")
+    except UsageError as error:
+        raise SystemExit(f"--prompts: {error}") from error
     torch.set_num_threads(1)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    prompts = read_prompts(args.prompts or pathlib.Path(args.target) / "prompts.jsonl")
     for folder in args.folders:
         drafter = ReadyDrafterModel.from_pretrained(folder, dtype=torch.float32).eval()
         check = None
@@ -105,7 +131,7 @@ def main() -> None:
             inputs = [arguments for (_, _, arguments, _), _ in zip(kept, range(args.count), strict=False)]
             check = check_reader(target, drafter, inputs, max_new_tokens=args.tokens)
             print(f"{folder.name}\n{check.table()}\n{check.verdict}", flush=True)
-        record = json.loads((folder / "training.json").read_text(encoding="utf-8")) | {"checked": args.date}
+        record = read_record(folder) | {"checked": args.date}
         (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         write_card(folder, check)
 

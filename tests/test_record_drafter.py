@@ -30,6 +30,7 @@ NAMES = (
     "train_drafter",
 )
 NAMES += ("on_policy_text", "wrong_states", "write_drafter_cards")
+SCRIPTS = (*NAMES[:3], "write_drafter_cards")
 SIZES = {"steps": 2, "batch": 2, "anchors": 4, "block": 4, "held": 2, "held_new": 24, "held_anchors": 4}
 SIZES |= {"intermediate": 16, "markov_rank": 4, "head_dim": 16}
 
@@ -38,7 +39,7 @@ SIZES |= {"intermediate": 16, "markov_rank": 4, "head_dim": 16}
 def scripts():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
-        yield argparse.Namespace(**{name: importlib.import_module(name) for name in NAMES[:3]})
+        yield argparse.Namespace(**{name: importlib.import_module(name) for name in SCRIPTS})
     for name in NAMES:
         sys.modules.pop(name, None)
 
@@ -114,6 +115,8 @@ def test_what_has_no_record_is_refused(scripts, run, trained, tmp_path):
         "{": "is not JSON",
         "[1]": "has no command, date",
         '{"arms": {}}': "has no command, ",
+        json.dumps(record | {"options": []}): "is not laid out as ablate_reader.py --out writes it",
+        json.dumps(record | {"arms": ["default"]}): "is not laid out as ablate_reader.py --out writes it",
     }.items():
         path.write_text(text)
         assert message in refused(path)
@@ -124,3 +127,37 @@ def test_the_cost_of_reading_is_not_measured_for_a_file_that_cannot_be_written(s
     for path in (tmp_path / "none" / "cost.json", tmp_path):
         with pytest.raises(SystemExit, match="must be a file in a folder that is there"):
             run(scripts.benchmark_reader, json=path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "bound"), [("runs", 0, 1), ("layers", 0, 1), ("keys", -1, 1), ("depth", 0, 1), ("block", 1, 2)]
+)
+def test_the_cost_of_reading_is_not_measured_for_sizes_that_cannot_be(scripts, run, name, value, bound):
+    with pytest.raises(SystemExit, match=f"--{name} must be a number of at least {bound}, got {value}"):
+        run(scripts.benchmark_reader, **{name: value})
+    with pytest.raises(SystemExit, match="--block must be at most 31, got 32"):
+        run(scripts.benchmark_reader, block=32)
+
+
+def test_cards_are_refused_before_anything_is_decoded(scripts, run, tmp_path, monkeypatch):
+    """Of the second folder too, before the first one's reader is checked."""
+    monkeypatch.setattr(scripts.write_drafter_cards, "check_reader", None)
+    shipped = Path(ready_hf.small_drafter_path("ready"))
+
+    def refused(*folders, **options):
+        with pytest.raises(SystemExit) as stopped:
+            run(scripts.write_drafter_cards, *folders, date="2026-11-30", **options)
+        return stopped.value.code
+
+    other = tmp_path / "other"
+    assert "other is no folder with a drafter" in refused(shipped, other)
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    assert "other is no folder with a drafter" in refused(shipped, other)
+    for text, message in {"{": "is not JSON", "[1]": "has no command, date", "{}": "has no command, date"}.items():
+        (other / "training.json").write_text(text)
+        assert message in refused(shipped, other)
+    assert refused(shipped, count=1) == "--count must be a number of at least 2, got 1"
+    assert refused(shipped, tokens=0) == "--tokens must be a number of at least 1, got 0"
+    assert "no target in" in refused(shipped, target=tmp_path / "none")
+    assert "--prompts: the prompts file" in refused(shipped, prompts=tmp_path / "none")

@@ -388,3 +388,10 @@ def test_labels_of_fine_tuning_rows_are_a_loss_mask():
     assert DraftingCollator()(own)["loss_mask"].tolist() == [[1, 0]]
     with pytest.raises(ValueError, match="`loss_mask` has 1 entries"):
         DraftingCollator()([{"input_ids": [5, 6], "labels": [5]}])
+
+
+def test_a_drafter_that_is_frozen_as_a_whole_is_evaluated_and_not_trained(tmp_path):
+    trainer = trainer_for(tmp_path, drafter_for(tiny_target("qwen3_5")).requires_grad_(False))
+    assert math.isfinite(trainer.evaluate()["eval_loss"])
+    with pytest.raises(ValueError, match="all weights of the drafter are frozen, so there is nothing to train"):
+        trainer.train()

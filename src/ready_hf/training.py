@@ -155,8 +155,14 @@ class ReadyTrainer(Trainer):
         """As in `Trainer`; `resume_from_checkpoint=True` takes the newest checkpoint that is complete.
 
         Raises:
-            ValueError: no such checkpoint, one that is not complete, or one that was trained in other stages.
+            ValueError: no such checkpoint, one that is not complete, or one that was trained in other stages; a
+            drafter without a weight that may change.
         """
+        if not any(p.requires_grad for p in self.model.parameters()):
+            raise ValueError(
+                "all weights of the drafter are frozen, so there is nothing to train: call `requires_grad_(True)` on "
+                "the parts that shall learn"
+            )
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_complete_checkpoint(self.args.output_dir))
         if resume_from_checkpoint:
