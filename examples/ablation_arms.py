@@ -100,6 +100,7 @@ LOW = {"gate_rank": 32, "output_rank": 128}
 FOUR = {**LAYERS, **GATE, **LOW, "num_queries": 4}
 LARGE_TARGETS = [  # the best with maps that stay small where hundreds of heads are read
     Arm("dspark, as large as the best", reader=False, as_large_as=BEST),
+    _reader("bilinear 3, gate 2, layers", **LAYERS | {"rank": 3}, **GATE),
     _reader("best, low rank", **LAYERS, **GATE, **LOW),
     _reader("best, low rank, at the input", **SIMPLE, **GATE, **LOW),
     _reader("best, 4 queries", **LAYERS, **GATE, num_queries=4),
