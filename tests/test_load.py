@@ -149,6 +149,15 @@ def test_one_sampled_call_does_not_disturb_a_greedy_one():
     assert got[1].shape == (1, LENGTH + 16)
 
 
+@pytest.fixture
+def interruptible():
+    """A process that a shell started in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("kind", "delay"), [("scripted", 0.1), ("ReaDy", 0.15), ("ReaDy", 0.23), ("lookup", 0.2)])
 def test_an_interrupt_by_signal_leaves_nothing_behind(kind, delay):
     """As Ctrl-C in a terminal or the stop button of a notebook do it: at any line of Python that runs just then."""
