@@ -11,9 +11,11 @@ take a fraction of the time, because decoding a small target is bound by launche
 """
 
 import argparse
+import json
 import math
 import pathlib
 import time
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -200,6 +202,18 @@ def make_folder(path: pathlib.Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SystemExit(f"--out {path} cannot be a folder ({error.strerror}): choose another") from error
+
+
+def read_fields(path: pathlib.Path, fields: Iterable[str], hint: str) -> dict:
+    """What a JSON file holds, an object with at least these fields; `hint` says which file to name instead."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SystemExit(f"{path} is not JSON ({error}): {hint}") from error
+    missing = [name for name in fields if not isinstance(record, dict) or name not in record]
+    if missing:
+        raise SystemExit(f"{path} has no {', '.join(missing)}: {hint}")
+    return record
 
 
 def check_least(args: argparse.Namespace, least: dict[str, float]) -> None:

@@ -14,7 +14,7 @@ import pathlib
 
 import torch
 from ablation_arms import ARMS
-from on_policy_text import PROMPTS, check_least, make_folder, read_text
+from on_policy_text import PROMPTS, check_least, make_folder, read_fields, read_text
 from train_drafter import DEVICE, evaluate_all
 from transformers import AutoModelForCausalLM
 from write_drafter_cards import write_card
@@ -30,13 +30,7 @@ def read_record(path: pathlib.Path, arm: str) -> dict:
     """What ablate_reader.py wrote, checked for the arm and for text that the target wrote."""
     if not path.is_file():
         raise SystemExit(f"there is no file {path}: ablate_reader.py --out writes it")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SystemExit(f"{path} is not JSON ({error}): name what ablate_reader.py --out wrote") from error
-    missing = [name for name in FIELDS if not isinstance(record, dict) or name not in record]
-    if missing:
-        raise SystemExit(f"{path} has no {', '.join(missing)}: name what ablate_reader.py --out wrote")
+    record = read_fields(path, FIELDS, "name what ablate_reader.py --out wrote")
     if not all(isinstance(record[name], dict) for name in ("versions", "options", "arms")):
         raise SystemExit(f"{path} is not laid out as ablate_reader.py --out writes it: name such a file")
     if arm not in record["arms"]:

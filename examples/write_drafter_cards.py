@@ -14,7 +14,7 @@ import pathlib
 from collections import Counter
 
 import torch
-from on_policy_text import check_least
+from on_policy_text import check_least, read_fields
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ready_hf
@@ -57,14 +57,7 @@ def read_record(folder: pathlib.Path) -> dict:
     path = folder / "training.json"
     if not (folder / "config.json").is_file() or not path.is_file():
         raise SystemExit(f"{folder} is no folder with a drafter and its training.json, which train_drafter.py writes")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SystemExit(f"{path} is not JSON ({error}): name a folder that train_drafter.py wrote") from error
-    missing = [name for name in RECORDED if not isinstance(record, dict) or name not in record]
-    if missing:
-        raise SystemExit(f"{path} has no {', '.join(missing)}: name a folder that train_drafter.py wrote")
-    return record
+    return read_fields(path, RECORDED, "name a folder that train_drafter.py wrote")
 
 
 def write_card(folder: pathlib.Path, check: ReaderCheck | None = None) -> None:

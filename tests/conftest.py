@@ -57,6 +57,15 @@ def _hook_in_place() -> Iterator[None]:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """No compiled code of other tests, and counts of graphs from zero."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def assisted_generation(_hook_in_place: None) -> None:
     """Switched on for a test."""
     ready_hf.enable_assisted_generation()

@@ -5,6 +5,7 @@ Tiny random models of every supported family, the trained fixture, scripted draf
 
 import copy
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -349,6 +350,12 @@ def torch_rule(function: Any) -> Callable[..., Any]:
     if isinstance(function, torch.nn.Module):  # the `kernels` package makes a module of it, which calls the function
         function = inspect.getclosurevars(type(function).forward).nonlocals["func"]
     return inspect.unwrap(function)
+
+
+def num_tensors() -> int:
+    """Tensors that somebody still holds."""
+    gc.collect()
+    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
 
 def num_hooks(model: torch.nn.Module) -> int:

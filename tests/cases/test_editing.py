@@ -77,7 +77,7 @@ print(len(before[2]))
 
 
 # On a GPU one forward over a text multiplies float32 in tf32 (flash-linear-attention's block function), 1e-3 off
-STATES = {"cpu": 1e-5, "cuda": 5e-3}
+STATES = {"cpu": 1e-5, "cuda": 2e-3}
 
 
 def edit(code, order):

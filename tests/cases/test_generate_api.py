@@ -1,7 +1,6 @@
 """Cases of the category generate-api: C02, C03, C21, C25, C33, C39, C47, C77, C79, C80, C83."""
 
 import copy
-import gc
 import threading
 
 import pytest
@@ -17,6 +16,7 @@ from support import (
     counting_forwards,
     drafter_for,
     k_right,
+    num_tensors,
     oracle,
     partly_right,
     plain_ids,
@@ -177,16 +177,12 @@ def test_c77_soak():
     """Shortened: 30 sampled calls of about 12 rounds, then one call of 300 tokens."""
     target, drafter = tiny_target("qwen3_5"), partly_right(REFERENCE, 0.5)
 
-    def tensors() -> int:
-        gc.collect()
-        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-
     counts = []
     for seed in range(30):
         torch.manual_seed(seed)
         generate(target, assistant_model=drafter, do_sample=True, max_new_tokens=16)
         if seed % 10 == 9:
-            counts.append(tensors())
+            counts.append(num_tensors())
     assert counts[-1] <= counts[0]
 
     output = generate(
@@ -197,7 +193,7 @@ def test_c77_soak():
     for layer in cache.layers:
         for state in (*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()):
             assert state.untyped_storage().nbytes() == state.numel() * state.element_size()
-    assert counts[-1] + 500 > tensors()
+    assert counts[-1] + 500 > num_tensors()
 
 
 def test_c79_four_prompts_one_of_which_finishes_early(target):

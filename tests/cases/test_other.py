@@ -23,6 +23,7 @@ from support import (
     drafter_for,
     k_right,
     num_hooks,
+    num_tensors,
     oracle,
     plain_ids,
     random_prompt,
@@ -259,10 +260,6 @@ def test_c86_nothing_stays_after_everything_is_deleted(device):
 def test_c86_a_drafter_goes_with_its_target():
     """No session, hook or cache of a call keeps the drafter, the target or any tensor of theirs."""
 
-    def tensors() -> int:
-        gc.collect()
-        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-
     levels = []
     for seed in range(5):
         torch.manual_seed(seed)
@@ -272,6 +269,6 @@ def test_c86_a_drafter_goes_with_its_target():
         alive = weakref.ref(target), weakref.ref(drafter)
         assert num_hooks(target) == num_hooks(drafter) == 0
         del target, drafter
-        levels.append(tensors())
+        levels.append(num_tensors())
         assert [reference() for reference in alive] == [None, None]
     assert max(levels[1:]) <= levels[0]

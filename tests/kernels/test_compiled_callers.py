@@ -8,18 +8,11 @@ from ready_hf.kernels import Records, commit_and_read, conv_commit, launches, st
 
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STATES = torch.randn(3, 2, 4, 16, 32).to(DEVICE)  # L, B, H, K, V
 BLOCK = [torch.rand(shape).to(DEVICE) for shape in [(3, 2, 5, 2, 16), (3, 2, 5, 4, 32), (3, 2, 5, 4), (3, 2, 5, 4)]]
 BLOCK[2] = -BLOCK[2]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def read(states, queries):
