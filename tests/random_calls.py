@@ -29,9 +29,9 @@ DRAFTERS = {
 
 
 @functools.cache
-def load(name: str) -> Any:
+def load(name: str, device: str = "cpu") -> Any:
     path = ready_hf.tiny_target_path() if name == "tiny" else ready_hf.small_target_path()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
     ready_hf.ensure_patched(model)
     return model
 
@@ -52,33 +52,34 @@ def text(name: str) -> torch.Tensor:
 
 
 @functools.cache
-def trained_drafter(kind: str) -> Any:
-    return AutoModel.from_pretrained(ready_hf.small_drafter_path(kind), dtype=torch.float32).eval()
+def trained_drafter(kind: str, device: str) -> Any:
+    return AutoModel.from_pretrained(ready_hf.small_drafter_path(kind), dtype=torch.float32).to(device).eval()
 
 
 @functools.cache
-def untrained_drafter() -> Any:
-    return drafter_for(load("tiny"), block_size=4, sliding_window=8)
+def untrained_drafter(device: str) -> Any:
+    return drafter_for(load("tiny"), block_size=4, sliding_window=8).to(device)
 
 
 @functools.cache
-def assistant(name: str) -> Any:
-    model = noisy(load(name), 0.1)
+def assistant(name: str, device: str) -> Any:
+    model = noisy(load(name), 0.1).to(device)
     model.generation_config.num_assistant_tokens = 4
     return model
 
 
 def drafter(name: str, kind: str, reference: torch.Tensor) -> Any:
-    """A drafter for a target; `reference` is the text that scripted ones know."""
+    """A drafter for a target, where `reference` is, which is the text that scripted ones know."""
+    device = reference.device.type
     if kind in ("right", "half right", "wrong"):
         share = {"right": 1.0, "half right": 0.6, "wrong": 0.0}[kind]
         reference = reference.masked_fill(reference == 0, 3)  # no drafter knows that a row has finished and is padded
         return partly_right(torch.nn.functional.pad(reference, (0, 24), value=3), share, block_size=5)
     if kind in ("ready", "dspark"):
-        return trained_drafter(kind)
+        return trained_drafter(kind, device)
     if kind == "assistant":
-        return AssistantDrafter(assistant(name))
-    return untrained_drafter() if kind == "untrained" else ready_hf.PromptLookupDrafter(num_tokens=4)
+        return AssistantDrafter(assistant(name, device))
+    return untrained_drafter(device) if kind == "untrained" else ready_hf.PromptLookupDrafter(num_tokens=4)
 
 
 class Remembering(LogitsProcessor):
@@ -107,6 +108,7 @@ class Call:
         extras (`set[str]`): "processor", "streamer" or "stop strings"; `options` cannot hold what keeps state.
         more (`int`): Tokens that a second turn adds to the text; 0 for a single turn.
         seed (`int`): Of sampling.
+        device (`str`): Of target, prompts and drafter.
     """
 
     target: str
@@ -117,6 +119,7 @@ class Call:
     extras: frozenset[str] = frozenset()
     more: int = 0
     seed: int = 0
+    device: str = "cpu"
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -124,11 +127,11 @@ class Call:
         rows = [ids[start : start + length] for start, length in zip(self.starts, self.lengths, strict=True)]
         padded = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
         mask = torch.stack([(torch.arange(longest) >= longest - len(row)).long() for row in rows])
-        return {"input_ids": padded, "attention_mask": mask}
+        return {"input_ids": padded.to(self.device), "attention_mask": mask.to(self.device)}
 
     def run(self, with_drafter: Any = None) -> "Outcome":
         """Generates, in one turn or two."""
-        model, inputs, cache = load(self.target), self.inputs, {}
+        model, inputs, cache = load(self.target, self.device), self.inputs, {}
         turns, events = [], []
         for turn in range(2 if self.more else 1):
             # a cache that is handed over cannot be asked for, and 5.17 reads what follows it wrongly in pieces
@@ -145,7 +148,7 @@ class Call:
             output = model.generate(**inputs, **cache, **options, return_dict_in_generate=True)
             turns.append(output)
             events += [("ids", *streamer.events)] if "streamer" in self.extras else []
-            new = text(self.target)[: self.more].expand(len(output.sequences), -1)
+            new = text(self.target)[: self.more].to(self.device).expand(len(output.sequences), -1)
             ids = torch.cat([output.sequences, new], dim=1)
             mask = inputs["attention_mask"]
             mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)

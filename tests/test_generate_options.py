@@ -161,6 +161,16 @@ def test_cache_implementations_that_are_exact(target, implementation, k):
     assert ids.shape[1] == PROMPT_LENGTH + 40
 
 
+def test_a_compilation_that_is_asked_for_is_not_left_out_without_a_word(target, caplog):
+    """transformers compiles nothing on a CPU, whatever it says."""
+    options = {"max_new_tokens": 8, "assistant_model": k_right(REFERENCE, 3)}
+    for config, told in ((transformers.CompileConfig(), 1), (None, 0)):
+        caplog.clear()
+        ids = generate(target, compile_config=config, **options)
+        assert ids.tolist() == REFERENCE[:, : ids.shape[1]].tolist()
+        assert caplog.text.count("target.compile()") == told
+
+
 @pytest.mark.parametrize("hooked", [True, False])
 def test_speculate_works_hooked_and_unhooked(target, hooked):
     plain, drafted = RecordingStreamer(), RecordingStreamer()

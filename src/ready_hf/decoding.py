@@ -80,6 +80,11 @@ def speculative_decoding(
     check_options({**vars(generation_config), "num_assistant_tokens": num_assistant_tokens}.get)
     layers = check_target(model)
     check_cache(cache_in(model_kwargs))
+    if getattr(generation_config, "compile_config", None) is not None:
+        logger.warning(
+            "ready_hf: `compile_config` is for plain decoding; with a drafter the target runs as it is. To compile it, "
+            "call `target.compile()`"
+        )
     if uses_kernels(model.device):  # raises if they are forced and cannot run, or not in this dtype
         takes(model.dtype)
     ensure_patched(model)
