@@ -82,8 +82,8 @@ def speculative_decoding(
     check_cache(cache_in(model_kwargs))
     if getattr(generation_config, "compile_config", None) is not None:
         logger.warning(
-            "ready_hf: `compile_config` is for plain decoding; with a drafter the target runs as it is. To compile it, "
-            "call `target.compile()`"
+            "ready_hf: `compile_config` is for plain decoding; with a drafter the target runs as it is. Call "
+            "`target.compile()` to compile it"
         )
     if uses_kernels(model.device):  # raises if they are forced and cannot run, or not in this dtype
         takes(model.dtype)
