@@ -7,13 +7,26 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import StaticLayer
 
 import ready_hf
+from assistants import attention_assistant, noisy
 from random_calls import Call, calls, load, text
-from support import cache_of, drafter_for, num_hooks, partly_right, states, trained_target, worst_error
+from support import (
+    cache_of,
+    drafter_for,
+    num_hooks,
+    partly_right,
+    random_prompt,
+    states,
+    tiny_target,
+    trained_target,
+    worst_error,
+)
+from test_dflash_assistants import dflash_assistant
 from test_load import at_once
 from test_random_calls import RANDOM, check
 
@@ -72,6 +85,25 @@ def test_calls_at_once_on_one_target():
     ]
     assert at_once(runs) == [ids.tolist() for ids in want]
     assert num_hooks(target) == hooks
+
+
+@pytest.mark.usefixtures("assisted_generation")
+@pytest.mark.parametrize("name", ["itself with noise", "attention", "lookup", "dflash"])
+def test_assisted_generation_of_transformers(name):
+    if name == "dflash" and not hasattr(transformers, "MuseGlimmerAssistantConfig"):
+        pytest.skip("this transformers has no DFlash assistants")
+    target, ids, options = load("tiny", "cuda"), prompt(), {"prompt_lookup_num_tokens": 4}
+    if name == "dflash":
+        ids = random_prompt(12).to("cuda")
+        target = copy.deepcopy(tiny_target("qwen3_5")).to("cuda")
+        options = {"speculation_type": "dflash", "assistant_model": copy.deepcopy(dflash_assistant()).to("cuda")}
+    elif name != "lookup":
+        model = attention_assistant(512) if name == "attention" else noisy(load("tiny"), 0.1)
+        options = {"assistant_model": copy.deepcopy(model).to("cuda")}
+    want = written(target, ids)
+    with ready_hf.record_stats() as stats:
+        assert torch.equal(written(target, ids, **options), want)
+    assert sum(stats.drafted_by_position) > 0
 
 
 def test_parts_of_the_target_on_the_host(tmp_path):
