@@ -236,3 +236,12 @@ def test_more_tokens_than_the_context_are_refused(capsys):
     code, _, err = run(capsys, "demo", "--max-new-tokens", str(10**12))
     assert code == 2
     assert "is more than the target's context of 4096" in err
+
+
+def test_an_interrupt_that_leaves_nothing_to_report_is_said(monkeypatch, capsys):
+    def interrupted(settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ready_hf.cli.run_verify", interrupted)
+    assert main(["verify"]) == 130
+    assert capsys.readouterr().err == "ready-hf: interrupted\n"

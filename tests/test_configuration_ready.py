@@ -1,12 +1,14 @@
 """What a configuration of a drafter refuses, and the words it does so with."""
 
+import copy
 import json
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 
 from ready_hf import ReadyDrafterConfig
-from support import drafter_for, tiny_target
+from ready_hf.configuration_ready import choose_mask_token
+from support import drafter_for, tiny_target, trained_tokenizer
 
 
 G, VOCABULARY = 4, 61
@@ -93,6 +95,14 @@ def test_a_reader_that_is_wanted_and_not_wanted_is_refused():
 def test_a_drafter_is_no_target():
     with pytest.raises(TypeError, match="ReadyDrafterModel, which is a drafter: are the two swapped"):
         ReadyDrafterConfig.for_target(drafter_for(tiny_target("qwen3_5")))
+
+
+@pytest.mark.parametrize(("special", "why"), [([1], "; its mask token 1 is the target's"), ([], "")])
+def test_no_row_is_free_for_the_mask_slots(special, why):
+    tokenizer = copy.deepcopy(trained_tokenizer())
+    tokenizer.mask_token = tokenizer.convert_ids_to_tokens(1) if special else None
+    with pytest.raises(ValueError, match=f"no row is free for the mask slots{why}.*`mask_token_id=`"):
+        choose_mask_token(len(tokenizer), special, tokenizer)
 
 
 def test_a_misspelt_field_is_named(caplog):

@@ -110,6 +110,24 @@ def test_it_evaluates_on_a_file_of_its_own_every_n_steps(target, data, tmp_path,
     assert (out / "_on_policy_held_out").is_dir()
 
 
+def test_the_extra_that_is_missing_is_named(target, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("transformers.training_args.is_accelerate_available", lambda *args: False)
+    assert train(target, data, tmp_path / "drafter") == 2
+    assert "the extra `ready_hf[train]` brings it" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("count", [1, len(TEXTS)])
+def test_held_out_texts_that_are_learned_too_are_refused_in_another_file(target, data, tmp_path, capsys, count):
+    held_out = tmp_path / "held.jsonl"
+    others = [json.dumps({"text": "never learned"})]
+    held_out.write_text("\n".join([*others, *(json.dumps({"text": text}) for text in TEXTS[-count:])]))
+    assert train(target, data, tmp_path / "drafter", "--held-out-data", str(held_out)) == 2
+    said = capsys.readouterr().err
+    assert f"{count} of the {count + 1} texts of --held-out-data are in --data too (the first: " in said
+    assert "held.jsonl" in said
+    assert not (tmp_path / "drafter").exists()
+
+
 WRONG = [
     (["--data", "DATA"], "--target and --data must be given"),
     (["--target", "TARGET"], "--target and --data must be given"),

@@ -19,6 +19,8 @@ from ready_hf.evaluation_command import EvaluationSettings, run_evaluation
 from ready_hf.verify_command import VerifySettings, run_verify
 
 
+INTERRUPTED = 130  # as shells count
+
 app = typer.Typer(name="ready-hf", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -278,9 +280,11 @@ def _edges(text: str) -> tuple[int, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (default: that of the process) and returns the exit code."""
     try:
-        return int(
-            app(None if arguments is None else list(arguments), prog_name="ready-hf", standalone_mode=False) or 0
-        )
+        given = None if arguments is None else list(arguments)
+        code = int(app(given, prog_name="ready-hf", standalone_mode=False) or 0)
+        if code == INTERRUPTED:  # what typer makes of a Ctrl-C that no command has answered
+            typer.echo("ready-hf: interrupted", err=True)
+        return code
     except UsageError as error:
         message = str(error)
     except Exception as error:

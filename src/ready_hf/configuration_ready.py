@@ -416,9 +416,10 @@ def choose_mask_token(
     first = 0 if tokenizer is None else max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
     free = [i for i in range(vocab_size - 1, max(first, vocab_size - 100) - 1, -1) if i not in taken]
     if not free:
+        why = "" if own not in taken else f"; its mask token {own} is the target's bos, eos or padding"
         raise ValueError(
             f"the tokenizer uses ids up to {first - 1} and the target has {vocab_size} rows, so no row is free for "
-            "the mask slots: pass `mask_token_id=` an id that no text contains"
+            f"the mask slots{why}: pass `mask_token_id=` an id that no text contains"
         )
     return free[0]
 

@@ -192,7 +192,7 @@ def check_options(option: Callable[[str], Any]) -> None:
     for name, is_set in refused.items():
         if is_set:
             raise ValueError(
-                f"`{name}={option(name)!r}` cannot be combined with a ready_hf drafter, which decodes greedily or by "
+                f"`{name}={option(name)!r}` cannot be combined with a drafter, which decodes greedily or by "
                 f"sampling, one sequence per prompt, on dynamic or static caches. Drop `{name}` or the drafter."
             )
     limit = option("num_assistant_tokens")

@@ -237,8 +237,7 @@ def _requested_assistance(model: PreTrainedModel, call: dict[str, Any]) -> Draft
 def _drafted_generate(original: Callable[..., Any], model: Any, drafter: Drafter, call: dict[str, Any]) -> Any:
     if call.get("synced_gpus"):
         raise ValueError(
-            "`synced_gpus=True` cannot be combined with a ready_hf drafter: processes would run different "
-            "numbers of rounds"
+            "`synced_gpus=True` cannot be combined with a drafter: processes would run different numbers of rounds"
         )
     if call.get("inputs_embeds") is not None and _effective(model, call, "prefill_chunk_size") is not None:
         raise ValueError(

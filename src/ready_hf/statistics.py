@@ -51,7 +51,7 @@ class DecodingStats:
         prefill_seconds, draft_seconds, verify_seconds, commit_seconds (`float`): Wall time by phase. Inside
             `record_stats` the device is waited for at every border of a phase; otherwise times of an asynchronous
             device blur into the next phase.
-        log (`list[Round]`): Every verify forward, in order.
+        log (`list[Round]`): Every verify forward, in order; not printed.
     """
 
     calls: int = 0
@@ -65,7 +65,7 @@ class DecodingStats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     commit_seconds: float = 0.0
-    log: list[Round] = field(default_factory=list)
+    log: list[Round] = field(default_factory=list, repr=False)
 
     @property
     def tokens_per_forward(self) -> float:

@@ -158,6 +158,7 @@ def run_training(settings: TrainSettings, options: Sequence[str] = ()) -> int:
     try:
         checkpoint = str(last_complete_checkpoint(settings.output_dir)) if settings.resume else None
         examples, held_out = _examples(settings.data, settings), _examples(settings.held_out_data, settings)
+        _check_apart(examples, held_out)
         target, tokenizer = load_target(settings)
         target = target.to(arguments.device)
         use_few_threads(target)
@@ -174,7 +175,7 @@ def run_training(settings: TrainSettings, options: Sequence[str] = ()) -> int:
         if checkpoint is not None:
             trainer.check_checkpoint(checkpoint)
     except (ValueError, TypeError, ImportError, StrictDataclassError) as error:  # what data, trainer and target refuse
-        raise UsageError(" ".join(str(error).split())) from error
+        raise UsageError(_said(error)) from error
     if trainer.is_world_process_zero():
         _warn_of_few_rows(len(parts["train_dataset"]))
         longest = max(len(row["input_ids"]) for row in parts["train_dataset"])
@@ -235,10 +236,16 @@ def training_arguments(settings: TrainSettings, options: Sequence[str]) -> Ready
             given, return_remaining_strings=True, look_for_args_file=False
         )
     except (ValueError, ImportError) as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(_said(error)) from error
     if unknown:
         raise UsageError(f"unknown option {unknown[0]}: neither of this command nor of ReadyTrainingArguments")
     return arguments
+
+
+def _said(error: Exception) -> str:
+    """An error in one line; transformers' about its own extra names ours."""
+    text = " ".join(str(error).split())
+    return f"{text}; the extra `ready_hf[train]` brings it" if "accelerate" in text else text
 
 
 def _warn_of_few_rows(num_rows: int) -> None:
@@ -262,6 +269,21 @@ def _examples(sources: Sequence[str], settings: TrainSettings) -> list[Example]:
         streaming = settings.max_examples is not None and not Path(source).exists()
         found += itertools.islice(read_examples(source, streaming=streaming), settings.max_examples)
     return found
+
+
+def _check_apart(examples: list[Example], held_out: list[Example]) -> None:
+    """Refuses held-out texts that are to be learned too, in whatever file they stand."""
+    learned = {_content(example) for example in examples}
+    both = [example for example in held_out if _content(example) in learned]
+    if both:
+        raise UsageError(
+            f"{len(both)} of the {len(held_out)} texts of --held-out-data are in --data too (the first: "
+            f"{both[0].where}): it would be evaluated on what it learned"
+        )
+
+
+def _content(example: Example) -> str:
+    return repr((example.text, example.prompt, example.completion, example.messages))
 
 
 def _check_enough(count: int, held_out: int) -> None:
