@@ -256,6 +256,9 @@ def test_c80_other_arguments(family, extra):
     assert outcome(model, assistant_model=drafter, **kwargs) == want
     assert all(mask in (None, length) for length, mask in widths)
     assert bool(widths) is isinstance(want, list)  # drafted, or refused before any draft as plain calls are
+    with ready_hf.record_stats() as stats:
+        assert outcome(model, assistant_model=drafter_for(model), **kwargs) == want
+    assert bool(stats.rounds) is isinstance(want, list)
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
