@@ -11,8 +11,8 @@ from support import (
     FAMILIES,
     ScriptedDrafter,
     StateCheck,
-    cache_argument,
     cache_of,
+    feed,
     fresh_states,
     image_target,
     k_right,
@@ -56,9 +56,7 @@ def test_c04_stock_forward_with_a_cache_agrees_with_one_forward(family):
     with torch.no_grad():
         whole = model(ids).logits
         first = model(ids[:, :10], use_cache=True)
-        second = model(
-            ids[:, 10:], position_ids=torch.arange(10, 15)[None], use_cache=True, **cache_argument(cache_of(first))
-        )
+        second = feed(model, cache_of(first), ids, 10, 15)
     torch.testing.assert_close(torch.cat([first.logits, second.logits], dim=1), whole, rtol=1e-4, atol=1e-4)
 
 
