@@ -15,6 +15,7 @@ from ready_hf.candidates import is_drafter
 from ready_hf.demo_prompts import Prompt, UsageError
 from ready_hf.ops import uses_kernels
 from ready_hf.target import check_target
+from ready_hf.target_shape import check_token_ids
 from ready_hf.ways import NAMES
 from ready_hf.weight_files import why_unloadable
 
@@ -124,14 +125,19 @@ def load_target(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenize
 def check_context(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> None:
-    """Refuses a prompt that cannot be encoded, or leaves no room for the text in the target's context.
+    """Refuses a prompt that cannot be encoded, holds no tokens of the target's, or leaves no room in its context.
 
     Raises:
         UsageError: naming the prompt by its number, from 1, or what it begins with.
     """
     longest = _context(target)
     for number, prompt in enumerate(prompts, 1):
-        length = prompt.encode(tokenizer)["input_ids"].shape[1]
+        ids = prompt.encode(tokenizer)["input_ids"]
+        try:
+            check_token_ids(target, ids, f"prompt {number}")
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        length = ids.shape[1]
         if longest is not None and length + max_new_tokens > longest:
             raise UsageError(
                 f"prompt {number} has {length} tokens, which with --max-new-tokens {max_new_tokens} is more than the "

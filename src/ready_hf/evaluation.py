@@ -32,6 +32,7 @@ from ready_hf.demo_prompts import Prompt
 from ready_hf.evaluation_result import PLAIN, Evaluation, Text
 from ready_hf.intervals import MACRO
 from ready_hf.statistics import Round
+from ready_hf.target_shape import check_token_ids
 from ready_hf.ways import arguments_of, name_of
 
 
@@ -85,13 +86,16 @@ def evaluate(
 
     Raises:
         TypeError: something that is no drafter.
-        ValueError: an option that is not allowed, before anything is decoded.
+        ValueError: an option that is not allowed, or a prompt that is not of the target's tokens, before anything is
+        decoded.
     """
     _check(drafters, prompts, max_new_tokens, temperatures, context_edges, resamples)
     rows: dict[str, Drafter | None] = {PLAIN: None, **drafters}
     names, texts = list(rows), []
     devices = [target.device] if target.device.type == "cuda" else []
     encoded = [prompt.encode(tokenizer, target.device) for prompt in prompts]
+    for number, inputs in enumerate(encoded, 1):
+        check_token_ids(target, inputs["input_ids"], f"prompt {number}")
     total = len(temperatures) * len(prompts) * len(rows)
     with torch.random.fork_rng(devices), tqdm(total=total, desc="texts", leave=False, disable=None) as bar:
         for drafter in rows.values():  # warm-up

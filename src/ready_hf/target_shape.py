@@ -102,3 +102,18 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     raise UnsupportedTargetError(
         f"no causal language model belongs to a configuration of model type {config.model_type!r}"
     ) from last_error
+
+
+def check_token_ids(target: PreTrainedModel, input_ids: torch.Tensor, whose: str) -> None:
+    """Refuses ids that the target has no row for, which it would find out about deep inside, or on a GPU too late.
+
+    Raises:
+        ValueError: naming `whose` ids they are, one of them, and the limit.
+    """
+    config: Any = target.config.get_text_config(decoder=True)
+    illegal = input_ids[(input_ids < 0) | (input_ids >= config.vocab_size)]
+    if illegal.numel():
+        raise ValueError(
+            f"{whose} has the token id {int(illegal[0])}, allowed are 0 to {config.vocab_size - 1} (the target's "
+            f"vocabulary has {config.vocab_size} rows): use the target's own tokenizer"
+        )

@@ -31,6 +31,7 @@ from ready_hf.intervals import finite
 from ready_hf.plain_paths import FLOAT32_BOUND, NearTie, PlainPath
 from ready_hf.statistics import Round
 from ready_hf.target import cache_in, check_target
+from ready_hf.target_shape import check_token_ids
 
 
 EXACT = (torch.float32, torch.float64)
@@ -182,6 +183,8 @@ def verify_target(
         sizes = (d.config.block_size for d in drafters.values() if isinstance(d, DraftingMixin))
         block_size = max(sizes, default=8)
     _check(prompts, block_size, max_new_tokens)
+    for number, inputs in enumerate(prompts, 1):
+        check_token_ids(target, inputs["input_ids"], f"prompt {number}")
     # quantized layers may round their inputs, whatever dtype lies between them
     is_quantized = bool(getattr(target, "is_quantized", False))
     runs: list[DraftedRun] = []

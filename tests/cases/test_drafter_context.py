@@ -82,11 +82,13 @@ def test_c09_a_trained_drafter_accepts_nearly_as_much_behind_a_cache_as_in_a_col
 
 @pytest.mark.parametrize("depth", [10, 100, 1000])
 @pytest.mark.parametrize("padding", [0, 3])
-def test_c54_positions_are_the_true_ones(calls, depth, padding, monkeypatch):
-    """After rounds in which all 6 drafts are accepted, 3, and none."""
-    target = trained_target()
+@pytest.mark.parametrize("family", ["trained", "mamba2"])
+def test_c54_positions_are_the_true_ones(calls, family, depth, padding, monkeypatch):
+    """After rounds in which all 6 drafts are accepted, 3, and none; also of a target that is given no positions."""
+    target = trained_target() if family == "trained" else tiny_target(family)
+    size = target.config.vocab_size
     drafter = drafter_for(target, sliding_window=64)
-    ids = random_prompt(depth, vocab_size=500)
+    ids = random_prompt(depth, vocab_size=min(size, 500))
     mask = torch.ones_like(ids)
     if padding:
         ids, mask = (torch.nn.functional.pad(x, (padding, 0)) for x in (ids, mask))
@@ -95,13 +97,16 @@ def test_c54_positions_are_the_true_ones(calls, depth, padding, monkeypatch):
     def tokens(self, hidden_states, logits, context):
         start, right = context.input_ids.shape[1], (6, 3, 0)[(len(calls) - 1) % 3]
         drafts = plain[:, start : start + context.num_drafts].clone()
-        drafts[:, right:] = (drafts[:, right:] + 1) % 512
+        drafts[:, right:] = (drafts[:, right:] + 1) % size
+        own.append(context.position_ids is not None)
         return drafts, None
 
+    own = []
     monkeypatch.setattr(DraftSession, "_tokens", tokens)
     with ready_hf.record_stats() as stats:
         got = generate(target, ids, attention_mask=mask, assistant_model=drafter, max_new_tokens=40)
     assert torch.equal(got, plain)
+    assert family == "trained" or not any(own)
     assert stats.rounds - 1 <= len(calls) <= stats.rounds  # no room for a draft in the last round
     steps = [call["context_position_ids"].shape[1] for call in calls[1:]]
     assert steps == ([7, 4, 1] * 9)[: len(steps)]

@@ -1,5 +1,6 @@
-"""Case C27: the drafting loss at the vocabulary of a large model, which is computed in chunks."""
+"""Cases C27 and C62: the drafting loss of a large vocabulary, in chunks, and of rows without anchors."""
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import ready_hf
+from ready_hf import modeling_ready
+from ready_hf.features import FrozenTarget, choose_anchors, legal_anchors
 from ready_hf.losses import DraftingLoss
+from support import DEVICES, drafter_for, random_prompt, tiny_target
 
 
 @pytest.mark.slow
@@ -40,3 +45,40 @@ def test_c27_512_anchors_on_a_gpu():
     assert hidden.grad.isfinite().all()
     assert hidden.grad.any()
     assert extra < 2e9
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_c62_a_row_without_any_anchor_changes_nothing(device):
+    """The mask is dense everywhere: all slots of the row are dummies, and loss and gradient stay finite."""
+    pytest.importorskip("accelerate")
+    from ready_hf.training import drafting_sums
+
+    target = copy.deepcopy(tiny_target("qwen3_5")).to(device)
+    ready_hf.ensure_patched(target)
+    drafter = drafter_for(target, block_size=6).train().to(device)
+    frozen = FrozenTarget(target, drafter.config)
+    ids = random_prompt(24, batch=2, seed=3).to(device)
+    ids[1, 4:] = 0
+    mask = (torch.arange(24) < torch.tensor([[24], [4]])).long().to(device)
+    found = []
+    for rows in (2, 1):
+        anchors, is_anchor = choose_anchors(legal_anchors(mask[:rows], 6), 3)
+        assert bool(is_anchor[0].all())
+        assert not bool(is_anchor[1:].any())
+        batch = frozen.batch(ids[:rows], anchors, is_anchor, mask[:rows])
+        drafter.zero_grad()
+        sums = drafting_sums(drafter, drafter, frozen, batch, DraftingLoss())
+        sums.loss.backward()
+        found.append((sums.metrics(), {name: p.grad.clone() for name, p in drafter.named_parameters()}))
+    bound = 1e-5 if device == "cpu" else 1e-3  # products of other shapes there
+    assert found[0][0] == pytest.approx(found[1][0], rel=bound)
+    for name, gradient in found[1][1].items():
+        assert float((found[0][1][name] - gradient).norm()) <= bound * float(gradient.norm()), name
+    print(f"\nC62 on {device}: {found[0][0]}")
+
+
+def test_c62_a_slot_that_nobody_sees_sees_itself():
+    """So no row of the attention is empty, even with all context and all slots hidden."""
+    context, slots = torch.zeros(1, 8), torch.zeros(1, 6)
+    mask = modeling_ready.block_mask(torch.tensor([[0, 5]]), 3, 8, 8, None, context, slots)
+    assert torch.equal(mask[0, 0], torch.cat([torch.zeros(6, 8), torch.eye(6)], dim=1).bool())

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache, TrainerCallback
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, TrainerCallback
 from transformers.generation import GenerationMixin
 
 import ready_hf
@@ -53,24 +53,40 @@ def test_c09_second_turn_on_a_cache_of_100_tokens():
     assert warm.accepted_by_position == cold.accepted_by_position
 
 
+def check_ways(target, length):
+    """One forward over a text, and its prefill followed by a block of 8, and by single tokens, agree."""
+    ids = random_prompt(length + 8)
+
+    def forward(start, stop):
+        positions = torch.arange(start, stop)[None]
+        return target(ids[:, start:stop], position_ids=positions, **cache_argument(cache)).logits
+
+    with torch.no_grad():
+        whole = target(ids).logits
+        prefill = target(ids[:, :length], use_cache=True)
+        cache = copy.deepcopy(cache_of(prefill))
+        stepped = [forward(length, length + 1)]
+        rollback = Rollback(cache := cache_of(prefill))
+        with rollback.recording(8):
+            verified = forward(length, length + 8)
+        rollback.commit(1)
+        rollback.close()
+        stepped.append(forward(length + 1, length + 2))
+    found = torch.cat([prefill.logits, verified], dim=1)
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.cat(stepped, 1), whole[:, length : length + 2], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "nemotron_h"])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 63, 64, 65, 127, 128, 129, 130])
 def test_c29_forward_step_and_verify_agree(family, length):
-    target, ids = tiny_target(family), random_prompt(length + 8)
-    with torch.no_grad():
-        whole = target(ids).logits
-        cache = cache_of(target(ids[:, :length], use_cache=True))
-        positions = torch.arange(length, length + 8)[None]
-        rollback = Rollback(cache)
-        with rollback.recording(8):
-            verified = target(ids[:, length:], position_ids=positions, **cache_argument(cache)).logits
-        rollback.commit(1)
-        rollback.close()
-        stepped = target(
-            ids[:, length + 1 : length + 2], position_ids=positions[:, 1:2], **cache_argument(cache)
-        ).logits
-    torch.testing.assert_close(verified, whole[:, length:], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(stepped, whole[:, length + 1 : length + 2], rtol=1e-4, atol=1e-4)
+    check_ways(tiny_target(family), length)
+
+
+@pytest.mark.slow
+def test_c29_every_length_up_to_130():
+    for length in range(1, 131):
+        check_ways(tiny_target("qwen3_5"), length)
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "bamba"])
@@ -228,9 +244,27 @@ def test_c85_same_call_again_and_again():
     for _ in range(3):
         got = generate(target, reference[:, :12], assistant_model=drafter)
         assert got.tolist() == reference[:, :36].tolist()
-        drafter.reference = other
-        assert generate(target, other[:, :30], assistant_model=drafter).tolist() == other.tolist()
-        drafter.reference = reference
+    drafter.reference = other
+    assert generate(target, other[:, :30], assistant_model=drafter).tolist() == other.tolist()
+    drafter.reference = reference
+    assert generate(target, reference[:, :12], assistant_model=drafter).tolist() == reference[:, :36].tolist()
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_c85_nothing_of_a_call_is_in_the_next_one_of_a_real_drafter(do_sample):
+    """Neither in the text nor in what is drafted and accepted."""
+    target = AutoModelForCausalLM.from_pretrained(ready_hf.small_target_path(), dtype=torch.float32).eval()
+    drafter = AutoModel.from_pretrained(ready_hf.small_drafter_path("ready"), dtype=torch.float32).eval()
+    prompts = [random_prompt(length, vocab_size=2000) for length in (9, 9, 9, 31, 9)]
+    found = []
+    for prompt in prompts:
+        torch.manual_seed(0)
+        with ready_hf.record_stats() as stats:
+            text = generate(target, prompt, assistant_model=drafter, do_sample=do_sample)
+        found.append((text.tolist(), stats.drafted_by_position, [entry.accepted for entry in stats.log]))
+    assert found[0] == found[1] == found[2] == found[4] != found[3]
+    assert do_sample or found[0][0] == generate(target, prompts[0]).tolist()
+    assert sum(sum(accepted) for accepted in found[0][2]) > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -137,6 +137,8 @@ def test_c89_temperatures_on_the_command_line(tmp_path, capsys):
     assert main([*arguments, "--temperature", "0.7", "--temperature", "0"]) == 0
     assert list(json.loads(out.read_text())["figures"]) == ["greedy", "temperature 0.7"]
     assert "Temperature 0.7" in capsys.readouterr().out
+    assert main(arguments) == 0  # nobody has asked for greedy decoding alone
+    assert list(json.loads(out.read_text())["figures"]) == ["greedy", "temperature 1"]
 
 
 def test_c90_a_card_says_what_lossless_means_and_where_numbers_come_from():

@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,11 +32,14 @@ def generate(drafter, **kwargs):
     return target.generate(random_prompt(8), assistant_model=drafter, max_new_tokens=16, do_sample=False, **kwargs)
 
 
+@pytest.mark.parametrize("options", [{}, {"low_cpu_mem_usage": True}, {"device_map": "cpu"}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_c07_buffers_that_are_not_saved(tmp_path, dtype):
+def test_c07_buffers_that_are_not_saved(tmp_path, dtype, options):
+    if "device_map" in options:
+        pytest.importorskip("accelerate")
     new_drafter(layer_types=["full_attention", "sliding_attention"], sliding_window=32).save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    loaded = AutoModel.from_pretrained(tmp_path, dtype=dtype)
+    loaded = AutoModel.from_pretrained(tmp_path, dtype=dtype, **options)
     built = AutoModel.from_config(AutoConfig.from_pretrained(tmp_path), dtype=dtype)
     found, wanted = buffers(loaded), buffers(built)
     assert found.keys() == wanted.keys()
@@ -62,15 +67,41 @@ def test_c42_dtype_is_saved_as_a_string_and_reloads(tmp_path, dtype):
     assert (tmp_path / "again" / "config.json").read_bytes() == (tmp_path / "config.json").read_bytes()
 
 
-def test_c42_a_configuration_that_holds_the_targets(tmp_path):
+class LocalHub:
+    """Stands in for the client of the Hub: its one repository is a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __call__(self, token=None):
+        return self
+
+    def create_repo(self, repo_id, **kwargs):
+        return SimpleNamespace(repo_id=repo_id)
+
+    def upload_folder(self, *, folder_path, ignore_patterns=(), **kwargs):
+        shutil.copytree(folder_path, self.folder, ignore=shutil.ignore_patterns(*ignore_patterns or ()))
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """The folder that `push_to_hub` ends in."""
+    monkeypatch.setattr(hub, "HfApi", LocalHub(tmp_path / "repository"))
+    return tmp_path / "repository"
+
+
+def test_c42_a_configuration_that_holds_the_targets(tmp_path, repository):
     text = FAMILIES["qwen3_5"]()
     text.dtype = torch.bfloat16
     config = ReadyDrafterConfig.for_target(Qwen3_5Config(text_config=text.to_dict()), dtype=torch.bfloat16)
     config.text_config = text
-    ReadyDrafterModel(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
-    assert (saved["dtype"], saved["text_config"]["dtype"]) == ("bfloat16", "bfloat16")
-    assert AutoModel.from_pretrained(tmp_path).dtype == torch.bfloat16
+    drafter = ReadyDrafterModel(config).to(torch.bfloat16)
+    drafter.save_pretrained(tmp_path / "saved")
+    hub.push_to_hub(drafter, "someone/drafter", base_model="someone/target")
+    for folder in (tmp_path / "saved", repository):
+        saved = json.loads((folder / "config.json").read_text())
+        assert (saved["dtype"], saved["text_config"]["dtype"]) == ("bfloat16", "bfloat16")
+        assert AutoModel.from_pretrained(folder).dtype == torch.bfloat16
 
 
 def result(value, name="GSM8K"):
@@ -109,6 +140,18 @@ def test_c43_card_from_odd_inputs(license, datasets, values):
     assert ("## Results" in text) == (len(values) > 1)
     assert "nan" not in text.lower()
     assert "-inf" not in text
+
+
+@pytest.mark.parametrize("wrong", [{"license": "My Own"}, {"datasets": ["a b"]}, {"tags": ["two\nlines"]}], ids=str)
+def test_c43_a_card_that_is_wrong_is_not_uploaded(repository, wrong):
+    """Checked here, before any call of the Hub; one that is right arrives."""
+    pushed = {"base_model": "someone/target", "eval_results": [result(2.5), result(math.nan)]}
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        hub.push_to_hub(new_drafter(), "someone/drafter", **pushed, **wrong)
+    assert not repository.exists()
+    hub.push_to_hub(new_drafter(), "someone/drafter", **pushed)
+    card = ModelCard((repository / "README.md").read_text(encoding="utf-8"))
+    assert [one.metric_value for one in card.data.eval_results] == [2.5]
 
 
 def test_c44_nothing_of_the_target_is_kept_or_saved(tmp_path):

@@ -4,18 +4,23 @@ import itertools
 
 import pytest
 import torch
+import transformers
 
+from families import MORE_FAMILIES
 from support import (
     FAMILIES,
     ScriptedDrafter,
     StateCheck,
-    cache_argument,
     cache_of,
+    feed,
+    fresh_states,
+    image_target,
     k_right,
-    oracle,
     plain_ids,
     random_prompt,
+    states,
     tiny_target,
+    worst_error,
 )
 
 
@@ -41,15 +46,17 @@ def test_c01_three_right_drafts_every_round(family):
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_c04_stock_forward_with_a_cache_agrees_with_one_forward(family):
-    model, ids = tiny_target(family), random_prompt(15)
+    try:  # the text model of glm5_next has no head of its own
+        model = image_target(family) if family == "glm5_next" else tiny_target(family)
+    except AttributeError as error:
+        pytest.skip(f"not in transformers {transformers.__version__}: {error}")
+    ids = random_prompt(15)
     with torch.no_grad():
         whole = model(ids).logits
         first = model(ids[:, :10], use_cache=True)
-        second = model(
-            ids[:, 10:], position_ids=torch.arange(10, 15)[None], use_cache=True, **cache_argument(cache_of(first))
-        )
+        second = feed(model, cache_of(first), ids, 10, 15)
     torch.testing.assert_close(torch.cat([first.logits, second.logits], dim=1), whole, rtol=1e-4, atol=1e-4)
 
 
@@ -92,7 +99,7 @@ class Scheduled(ScriptedDrafter):
 def test_c37_rounds_without_candidates(family):
     model, reference = tiny_target(family), plain_ids(family)
     drafter = Scheduled(reference, (0, 8), right=5)
-    check = checked(model, drafter)
+    check = checked(model, drafter, every=1)
     got = generate(model, reference[:, :12], assistant_model=drafter, max_new_tokens=40)
     assert got.tolist() == reference[:, :52].tolist()
     assert check.worst <= 1e-5
@@ -102,11 +109,14 @@ def test_c37_rounds_without_candidates(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_c38_blocks_cut_by_the_budget_or_by_confidence(family, right):
     model, reference = tiny_target(family), plain_ids(family)
-    got = generate(model, reference[:, :12], assistant_model=oracle(reference), max_new_tokens=4)
-    assert got.tolist() == reference[:, :16].tolist()
+    for limit in (4, 5):  # the first new token is the prefill's, so there is room for 2 drafts, and for 3
+        options = {"max_new_tokens": limit, "return_dict_in_generate": True}
+        cut = generate(model, reference[:, :12], assistant_model=k_right(reference, right), **options)
+        assert cut.sequences.tolist() == reference[:, : 12 + limit].tolist()
+        assert worst_error(states(cache_of(cut)), fresh_states(model, reference[:, : 11 + limit])) <= 1e-5
 
     drafter = Scheduled(reference, range(1, 8), right)
-    check = checked(model, drafter)
+    check = checked(model, drafter, every=1)
     got = generate(model, reference[:, :12], assistant_model=drafter, max_new_tokens=30)
     assert got.tolist() == reference[:, :42].tolist()
     assert check.worst <= 1e-5
@@ -116,7 +126,7 @@ def test_c93_full_acceptance_and_rejection_in_turn():
     model, reference = tiny_target("nemotron_h"), plain_ids("nemotron_h", 200)
     ks = [k for right in range(1, 8) for k in (8, right)]
     drafter = ScriptedDrafter(reference, 8, lambda round_, position: position < ks[round_ % len(ks)])
-    check = checked(model, drafter)
+    check = checked(model, drafter, every=1)
     got = generate(model, reference[:, :12], assistant_model=drafter, max_new_tokens=200)
     assert got.tolist() == reference.tolist()
     assert check.worst <= 1e-5

@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoTokenizer
 import ready_hf
 from ready_hf.data import prompt_ids, training_rows
 from ready_hf.features import FrozenTarget, choose_anchors, legal_anchors
+from ready_hf.losses import DraftingLoss
 from ready_hf.row_encoder import RowEncoder, RowOptions
 from ready_hf.text_sources import DataError, read_examples
 from support import DEVICES, drafter_for, tiny_target
@@ -98,6 +100,9 @@ def test_c08_the_mask_covers_the_answer_and_an_empty_one_is_no_row(name):
 @templates
 @pytest.mark.parametrize("answer", ["Y", "def f"], ids=["one token", "shorter than a block"])
 def test_c17_short_answers_are_learned_to_their_end(name, answer):
+    pytest.importorskip("accelerate")
+    from ready_hf.training import drafting_sums
+
     tokenizer, target = tokenizer_with(name), tiny_target("qwen3_5")
     drafter = drafter_for(target, block_size=6)
     (row,) = rows_of([chat(answer)], tokenizer, thinking="off")
@@ -110,10 +115,16 @@ def test_c17_short_answers_are_learned_to_their_end(name, answer):
     ids, mask = (torch.nn.functional.pad(x, (0, 3)) for x in (ids, mask))  # as next to a longer row
     text = (torch.arange(ids.shape[1]) < len(row["input_ids"])).long()[None]
     anchors, is_anchor = choose_anchors(legal_anchors(text, 6, 1, mask), 8)
-    batch = FrozenTarget(target, drafter.config).batch(ids, anchors, is_anchor, text, mask)
+    frozen = FrozenTarget(target, drafter.config)
+    batch = frozen.batch(ids, anchors, is_anchor, text, mask)
     slots = [batch.labels[0, i][counted].tolist() for i, counted in enumerate(batch.loss_mask[0])]
     want = [token % 90 + 3 for token in learned]
     assert slots[int(is_anchor[0].logical_not().sum()) :] == [want[i:] for i in range(len(want))]
+    sums = drafting_sums(drafter.train(), drafter, frozen, batch, DraftingLoss())
+    sums.loss.backward()
+    assert all(math.isfinite(sums.metrics()[name]) and sums.metrics()[name] > 0 for name in ("loss", "cross_entropy"))
+    assert all(parameter.grad is None or bool(parameter.grad.isfinite().all()) for parameter in drafter.parameters())
+    assert any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in drafter.parameters())
 
 
 @templates
@@ -323,3 +334,5 @@ def test_c92_no_label_crosses_from_one_conversation_into_the_next():
         found = set(zip(made.previous_ids[i][counted].tolist(), made.labels[i][counted].tolist(), strict=True))
         assert found
         assert found <= pairs
+        where = made.anchor_positions[i][:, None] + torch.arange(1, 7)  # of labels, counted from the row's first token
+        assert [text[place] for place in where[counted].tolist()] == made.labels[i][counted].tolist()

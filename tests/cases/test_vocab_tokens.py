@@ -1,5 +1,7 @@
 """Cases of category vocab-tokens: C12, C14 (prompts; training data in test_training_loop.py), C15, C51, C87."""
 
+import functools
+
 import pytest
 import tokenizers
 import torch
@@ -9,7 +11,21 @@ from transformers import AutoModelForCausalLM
 
 import ready_hf
 from ready_hf import ReadyDrafterConfig, ReadyDrafterModel
-from support import FAMILIES, drafter_for, random_prompt, tiny_target, trained_target, trained_tokenizer
+from ready_hf.data import training_rows
+from ready_hf.demo_prompts import Prompt
+from ready_hf.demo_settings import check_context
+from ready_hf.evaluation import evaluate
+from ready_hf.text_sources import read_examples
+from ready_hf.verify_target import verify_target
+from support import (
+    FAMILIES,
+    counting_forwards,
+    drafter_for,
+    random_prompt,
+    tiny_target,
+    trained_target,
+    trained_tokenizer,
+)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -44,6 +60,118 @@ def test_c14_prompt_ids_up_to_the_limit():
         ids[0, 3] = wrong
         with pytest.raises(ValueError, match="allowed are 0 to 96"):
             target.generate(ids, max_new_tokens=6, assistant_model=drafter)
+
+
+LAST = 248_319
+WORDS = {"?": 2} | {letter: i for i, letter in enumerate("abcdefghijklmnop", 3)}
+WORDS |= {"<think>": 248_068, "</think>": 248_069, "<tool>": 248_077, "<beyond>": LAST + 1}
+LEGAL = "a b <think> c </think> d <tool> e f g h i j k l m n o p"
+BEYOND = LEGAL.replace("c", "<beyond>")
+
+
+@functools.cache
+def large_vocabulary():
+    """A target of 248,320 rows, and a tokenizer that knows one id more."""
+    config = FAMILIES["qwen3_5"]()
+    config.vocab_size, config.hidden_size, config.tie_word_embeddings = LAST + 1, 16, True
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(config).eval()
+    ready_hf.ensure_patched(target)
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return target, transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def trained_on(text, folder):
+    """One step on a text, by its loss."""
+    pytest.importorskip("accelerate")
+    from ready_hf.training import ReadyTrainer, ReadyTrainingArguments
+
+    target, tokenizer = large_vocabulary()
+    options = {"max_steps": 1, "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "num_anchors": 2}
+    arguments = ReadyTrainingArguments(str(folder), per_device_train_batch_size=1, **options)
+    rows = training_rows(read_examples([{"text": text}]), tokenizer)
+    return ReadyTrainer(drafter_for(target, block_size=4), arguments, target=target, train_dataset=rows).train()
+
+
+def test_c14_special_ids_of_a_large_vocabulary_are_tokens_and_the_next_one_is_refused(tmp_path):
+    """In data, with a drafter, and in evaluations, by a message that gives the limit, before any compute."""
+    target, tokenizer = large_vocabulary()
+    legal, beyond = (tokenizer(text, return_tensors="pt") for text in (LEGAL, BEYOND))
+    assert legal["input_ids"][0].tolist()[2:7:2] == [248_068, 248_069, 248_077]
+    drafter, options = drafter_for(target, block_size=4), {"max_new_tokens": 8, "do_sample": False}
+
+    def drafted(ids):
+        return target.generate(**ids, **options, assistant_model=drafter)
+
+    def evaluated(text):
+        settings = {"max_new_tokens": 8, "temperatures": (0,), "resamples": 10}
+        return evaluate(target, tokenizer, {"new": drafter}, [Prompt("a b"), Prompt(text)], **settings)
+
+    def verified(ids):
+        return verify_target(target, [ids], block_size=3, max_new_tokens=8)
+
+    assert torch.equal(drafted(legal), target.generate(**legal, **options))
+    assert trained_on(LEGAL, tmp_path).training_loss > 0
+    assert evaluated(LEGAL).is_identical
+    assert verified(legal).failures == []
+    check_context(target, tokenizer, [Prompt(LEGAL)], 8)
+    refusals = {
+        "the prompt has": lambda: drafted(beyond),
+        "token ids must be": lambda: trained_on(BEYOND, tmp_path),
+        "prompt 2 has": lambda: evaluated(BEYOND),
+        "prompt 1 has": lambda: verified(beyond),
+        "prompt 1 has the": lambda: check_context(target, tokenizer, [Prompt(BEYOND)], 8),  # of the commands
+    }
+    with counting_forwards(target.get_decoder()) as forwards:
+        for start, refused in refusals.items():
+            with pytest.raises(ValueError, match=rf"^{start} .*(0 to {LAST}.*{LAST + 1}|{LAST + 1}.*0 to {LAST})"):
+                refused()
+    assert not forwards
+
+
+def word_target():
+    """A target of 97 rows, and a tokenizer of 12 words whose padding is its end, without a mask token."""
+    words = {letter: i for i, letter in enumerate("abcdefghijk")} | {"</s>": 11}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    names = dict.fromkeys(("eos_token", "pad_token"), "</s>")
+    return tiny_target("qwen3_5"), transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+
+
+def test_c15_train_save_and_generate_with_the_default_mask_token(tmp_path):
+    """Every slot of training and of drafting is that id, and no token of the text is."""
+    pytest.importorskip("accelerate")
+    from ready_hf.training import ReadyTrainer, ReadyTrainingArguments
+
+    target, tokenizer = word_target()
+    assert tokenizer.mask_token_id is None
+    config = ReadyDrafterConfig.for_target(target, tokenizer=tokenizer, block_size=4)
+    mask = config.mask_token_id
+    assert mask not in range(len(tokenizer))
+    rows = training_rows(read_examples([{"text": "a b c d e f g h i j k a c e </s>"}] * 4), tokenizer)
+    options = {"max_steps": 2, "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "num_anchors": 3}
+    seen = []
+    hook = target.get_input_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten()))
+    try:
+        arguments = ReadyTrainingArguments(str(tmp_path), per_device_train_batch_size=2, **options)
+        trainer = ReadyTrainer(ReadyDrafterModel(config), arguments, target=target, train_dataset=rows)
+        trainer.train()
+        trained = [ids for ids in seen if mask in ids]
+        trainer.save_model(tmp_path / "saved")
+        seen.clear()
+        drafter = ReadyDrafterModel.from_pretrained(tmp_path / "saved").eval()
+        prompt = tokenizer("a b c d", return_tensors="pt")["input_ids"]
+        options = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": [mask]}
+        drafted = target.generate(prompt, **options, assistant_model=drafter)
+        blocks = [ids for ids in seen if mask in ids]
+    finally:
+        hook.remove()
+    assert drafter.config.mask_token_id == mask
+    for found in (trained, blocks):
+        assert found
+        assert all(bool((ids.view(-1, 4)[:, 1:] == mask).all()) and mask not in ids.view(-1, 4)[:, 0] for ids in found)
+    assert torch.equal(drafted, target.generate(prompt, **options))
 
 
 def test_c15_mask_token_is_no_token_of_any_text():
