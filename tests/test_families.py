@@ -23,7 +23,18 @@ from ready_hf import UnsupportedTargetError, recurrent_layers
 from ready_hf.features import FrozenTarget
 from ready_hf.recurrences import RECURRENCES
 from ready_hf.target import CACHE_NAME, check_target, committed_states
-from support import StateCheck, cache_of, drafter_for, image_target, partly_right, random_prompt, tiny_target
+from support import (
+    StateCheck,
+    cache_of,
+    drafter_for,
+    image_target,
+    partly_right,
+    random_prompt,
+    states,
+    tiny_target,
+    with_lively_weights,
+    worst_error,
+)
 
 
 NEW_TOKENS, FEW_TOKENS = 32, 12
@@ -174,6 +185,33 @@ def test_a_cache_of_fixed_length(name):
         pytest.skip("hybrid targets take no static cache before transformers 5.24")
     drafter = partly_right(this.reference, 0.5)
     assert this.is_exact(drafter, cache_implementation="static")
+
+
+LIMITED = {
+    "nemotron_h": {"time_step_min": 0.5},
+    "zamba2": {"time_step_min": 0.5},
+    "bamba": {"time_step_limit": (0.3, 0.6)},
+    "mamba2": {"time_step_limit": (0.3, 0.6)},
+}
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("block_size", [8, 40])  # in closed form, and by the model's own rule
+@pytest.mark.parametrize("name", LIMITED)
+def test_limits_on_the_time_step_hold_for_the_prompt_alone_as_in_plain_decoding(name, block_size):
+    """transformers clamps time steps in a forward over several tokens and not in one over a single token."""
+    config = (FAMILIES | MORE_FAMILIES)[name]()
+    for option, value in LIMITED[name].items():
+        assert hasattr(config, option)
+        setattr(config, option, value)
+    model = with_lively_weights(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    ready_hf.ensure_patched(model)
+    inputs = {"input_ids": random_prompt(12)}
+    plain = _generate(model, inputs, 64, return_dict_in_generate=True)
+    drafter = partly_right(plain.sequences, 0.9, block_size)
+    drafted = _generate(model, inputs, 64, return_dict_in_generate=True, assistant_model=drafter)
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert worst_error(states(cache_of(drafted)), states(cache_of(plain))) <= WORST_STATE_ERROR
 
 
 # refused

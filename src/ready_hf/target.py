@@ -204,7 +204,7 @@ class RecurrenceCall:
     Args:
         recurrence (`Recurrence`): Whose block function was called.
         arguments (`dict`): The call's arguments by the names of the torch rule.
-        run (`Callable`): Runs the call as the model meant it.
+        run (`Callable`): Runs the call as the model meant it, but for arguments that are given by name.
         has_kernel (`bool`): Whether something else than transformers' torch rule runs the call.
         step_rule (`Callable`, *optional*): The recurrence's step function, if a kernel is behind it that takes several
             tokens too: one launch, and the arithmetic of plain decoding. Same arguments.
@@ -212,7 +212,7 @@ class RecurrenceCall:
 
     recurrence: Recurrence
     arguments: dict[str, Any]
-    run: Callable[[], Any]
+    run: Callable[..., Any]
     has_kernel: bool = False
     step_rule: Callable[..., Any] | None = None
 
