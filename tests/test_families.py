@@ -6,6 +6,7 @@ Random targets may fall into loops, which hide a broken rollback; so committed s
 shows for every family that they are wrong without it.
 """
 
+import copy
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +14,23 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 import families_table
 import ready_hf
+from assistants import attention_assistant
 from composites import COMPOSITES, SPECIAL_TOKENS, image_inputs
 from families import CONVOLUTIONS, FAMILIES, MORE_FAMILIES, REFUSED
 from ready_hf import UnsupportedTargetError, recurrent_layers
 from ready_hf.features import FrozenTarget
 from ready_hf.recurrences import RECURRENCES
-from ready_hf.target import CACHE_NAME, check_target, committed_states
+from ready_hf.target import CACHE_NAME, cache_in, check_cached_states, check_target, committed_states
 from support import (
     StateCheck,
     cache_of,
+    counting_forwards,
     drafter_for,
     image_target,
     partly_right,
@@ -258,3 +263,62 @@ def test_a_state_that_shows_only_in_the_cache_is_refused_by_name(monkeypatch):
     assert check_target(model) == []
     with pytest.raises(UnsupportedTargetError, match=r"'zaya'.* in layers \[0, 1\] .* without a drafter"):
         model.generate(random_prompt(5), assistant_model=ready_hf.PromptLookupDrafter(4), max_new_tokens=8)
+
+
+class AveragingAttention(Qwen3Attention):
+    """Attention whose outputs are summed up with a decay, in a state that is kept beside its cache layer's own."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        output, weights = super().forward(hidden_states, *args, **kwargs)
+        keeper = self.keeper(cache_in(kwargs))
+        state, averages = keeper.get("average", torch.zeros_like(output[:, 0])), []
+        for token in output.unbind(1):
+            averages.append(state := 0.7 * state + token)
+        keeper["average"] = state
+        return torch.stack(averages, dim=1), weights
+
+
+KEEPERS = {
+    "`average` of layer 0": lambda cache: vars(cache.layers[0]),
+    "`average`": vars,
+    "`averages`": lambda cache: vars(cache).setdefault("averages", {}),
+}
+
+
+@pytest.mark.parametrize("where", KEEPERS)
+def test_a_state_that_a_model_of_somebody_else_keeps_beside_its_keys_is_refused_by_name(where):
+    model = copy.deepcopy(attention_assistant())
+    attention = model.model.layers[0].self_attn
+    attention.__class__, attention.keeper = AveragingAttention, KEEPERS[where]
+    with counting_forwards(model) as forwards, pytest.raises(UnsupportedTargetError) as error:
+        model.generate(random_prompt(5), assistant_model=ready_hf.PromptLookupDrafter(4), max_new_tokens=8)
+    assert "'qwen3'" in str(error.value)
+    assert f": {where}. " in str(error.value)
+    assert "without a drafter" in str(error.value)
+    assert forwards == [5]
+
+
+def test_a_layer_that_cuts_its_own_state_is_taken_at_its_word():
+    class Layer(DynamicLayer):
+        def crop(self, tokens_to_remove):
+            super().crop(tokens_to_remove)
+            self.average = self.average[..., :tokens_to_remove]
+
+    cache = DynamicCache(config=attention_assistant().config)
+    cache.prompt_ids = random_prompt(5)  # somebody's note, not a state
+    cache.layers[0] = Layer()
+    cache.layers[0].average = torch.zeros(1)
+    check_cached_states(attention_assistant(), [], cache)
+
+
+@pytest.mark.usefixtures("assisted_generation")
+@pytest.mark.parametrize("assistance", ["lookup", "assistant"])
+def test_assisted_generation_refuses_unknown_recurrences_by_name_too(assistance):
+    model = AutoModelForCausalLM.from_config(REFUSED["zaya"][0]())
+    options = {"prompt_lookup_num_tokens": 4} if assistance == "lookup" else {"assistant_model": attention_assistant()}
+    with (
+        counting_forwards(model) as forwards,
+        pytest.raises(UnsupportedTargetError, match="'zaya'.*without a drafter"),
+    ):
+        model.generate(random_prompt(5), max_new_tokens=8, **options)
+    assert forwards == []
