@@ -192,11 +192,31 @@ def test_models_that_cannot_assist_are_refused_by_name(kind):
     assert forwards == []
 
 
-def test_assistant_with_a_static_cache_is_refused():
-    assistant = copy.deepcopy(attention_assistant())
-    assistant.generation_config.cache_implementation = "static"
-    with pytest.raises(ValueError, match="`assistant_model.generation_config.cache_implementation` is 'static'"):
-        generate(tiny_target("qwen3_5"), assistant_model=assistant)
+OWN_OPTIONS = [
+    {"cache_implementation": "static"},
+    {"cache_implementation": "dynamic"},
+    {"stop_strings": ["a"]},
+    {"prompt_lookup_num_tokens": 3},
+    {"use_mtp": True},
+    {"penalty_alpha": 0.5},
+    {"exponential_decay_length_penalty": (3, 1.1)},
+    {"num_beams": 3, "max_length": 3, "min_length": 50},
+]
+
+
+@pytest.mark.parametrize("options", OWN_OPTIONS, ids=lambda options: next(iter(options)))
+def test_options_that_an_assistant_has_for_texts_of_its_own_do_not_reach_its_drafts(options):
+    assistant = noisy(tiny_target("qwen3_5"), 0.02)
+    other = copy.deepcopy(assistant)
+    for name, value in options.items():
+        setattr(other.generation_config, name, value)
+    records = []
+    for model in (assistant, other):
+        with ready_hf.record_stats() as stats:
+            ids = generate(tiny_target("qwen3_5"), assistant_model=model, max_new_tokens=16)
+        assert ids.tolist() == REFERENCE[:, :28].tolist()
+        records.append((stats.drafted_by_position, stats.accepted_by_position))
+    assert records[0] == records[1]
 
 
 def test_beams_are_searched_without_an_assistant_as_in_transformers():

@@ -6,6 +6,7 @@ Random targets may fall into loops, which hide a broken rollback; so committed s
 shows for every family that they are wrong without it.
 """
 
+import copy
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +14,32 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 import families_table
 import ready_hf
+from assistants import attention_assistant
 from composites import COMPOSITES, SPECIAL_TOKENS, image_inputs
 from families import CONVOLUTIONS, FAMILIES, MORE_FAMILIES, REFUSED
 from ready_hf import UnsupportedTargetError, recurrent_layers
 from ready_hf.features import FrozenTarget
 from ready_hf.recurrences import RECURRENCES
-from ready_hf.target import CACHE_NAME, check_target, committed_states
-from support import StateCheck, cache_of, drafter_for, image_target, partly_right, random_prompt, tiny_target
+from ready_hf.target import CACHE_NAME, cache_in, check_cached_states, check_target, committed_states
+from support import (
+    StateCheck,
+    cache_of,
+    counting_forwards,
+    drafter_for,
+    image_target,
+    partly_right,
+    random_prompt,
+    states,
+    tiny_target,
+    with_lively_weights,
+    worst_error,
+)
 
 
 NEW_TOKENS, FEW_TOKENS = 32, 12
@@ -167,13 +183,44 @@ def test_negative_control_without_rollback_the_states_are_wrong(name, monkeypatc
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen4_exp"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen4_exp", "falcon_h1", "zamba2"])
 def test_a_cache_of_fixed_length(name):
     this = case(name)
-    if CACHE_NAME != "cache":
-        pytest.skip("hybrid targets take no static cache before transformers 5.24")
     drafter = partly_right(this.reference, 0.5)
-    assert this.is_exact(drafter, cache_implementation="static")
+    if CACHE_NAME == "cache":
+        assert this.is_exact(drafter, cache_implementation="static")
+        return
+    # before 5.24 transformers cannot cut it, also where it lies beside a state in one layer
+    with counting_forwards(this.model) as forwards, pytest.raises(UnsupportedTargetError, match="Static.* dynamic"):
+        this.is_exact(drafter, cache_implementation="static")
+    assert forwards == []
+
+
+LIMITED = {
+    "nemotron_h": {"time_step_min": 0.5},
+    "zamba2": {"time_step_min": 0.5},
+    "bamba": {"time_step_limit": (0.3, 0.6)},
+    "mamba2": {"time_step_limit": (0.3, 0.6)},
+}
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("block_size", [8, 40])  # in closed form, and by the model's own rule
+@pytest.mark.parametrize("name", LIMITED)
+def test_limits_on_the_time_step_hold_for_the_prompt_alone_as_in_plain_decoding(name, block_size):
+    """transformers clamps time steps in a forward over several tokens and not in one over a single token."""
+    config = (FAMILIES | MORE_FAMILIES)[name]()
+    for option, value in LIMITED[name].items():
+        assert hasattr(config, option)
+        setattr(config, option, value)
+    model = with_lively_weights(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    ready_hf.ensure_patched(model)
+    inputs = {"input_ids": random_prompt(12)}
+    plain = _generate(model, inputs, 64, return_dict_in_generate=True)
+    drafter = partly_right(plain.sequences, 0.9, block_size)
+    drafted = _generate(model, inputs, 64, return_dict_in_generate=True, assistant_model=drafter)
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert worst_error(states(cache_of(drafted)), states(cache_of(plain))) <= WORST_STATE_ERROR
 
 
 # refused
@@ -220,3 +267,62 @@ def test_a_state_that_shows_only_in_the_cache_is_refused_by_name(monkeypatch):
     assert check_target(model) == []
     with pytest.raises(UnsupportedTargetError, match=r"'zaya'.* in layers \[0, 1\] .* without a drafter"):
         model.generate(random_prompt(5), assistant_model=ready_hf.PromptLookupDrafter(4), max_new_tokens=8)
+
+
+class AveragingAttention(Qwen3Attention):
+    """Attention whose outputs are summed up with a decay, in a state that is kept beside its cache layer's own."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        output, weights = super().forward(hidden_states, *args, **kwargs)
+        keeper = self.keeper(cache_in(kwargs))
+        state, averages = keeper.get("average", torch.zeros_like(output[:, 0])), []
+        for token in output.unbind(1):
+            averages.append(state := 0.7 * state + token)
+        keeper["average"] = state
+        return torch.stack(averages, dim=1), weights
+
+
+KEEPERS = {
+    "`average` of layer 0": lambda cache: vars(cache.layers[0]),
+    "`average`": vars,
+    "`averages`": lambda cache: vars(cache).setdefault("averages", {}),
+}
+
+
+@pytest.mark.parametrize("where", KEEPERS)
+def test_a_state_that_a_model_of_somebody_else_keeps_beside_its_keys_is_refused_by_name(where):
+    model = copy.deepcopy(attention_assistant())
+    attention = model.model.layers[0].self_attn
+    attention.__class__, attention.keeper = AveragingAttention, KEEPERS[where]
+    with counting_forwards(model) as forwards, pytest.raises(UnsupportedTargetError) as error:
+        model.generate(random_prompt(5), assistant_model=ready_hf.PromptLookupDrafter(4), max_new_tokens=8)
+    assert "'qwen3'" in str(error.value)
+    assert f": {where}. " in str(error.value)
+    assert "without a drafter" in str(error.value)
+    assert forwards == [5]
+
+
+def test_a_layer_that_cuts_its_own_state_is_taken_at_its_word():
+    class Layer(DynamicLayer):
+        def crop(self, tokens_to_remove):
+            super().crop(tokens_to_remove)
+            self.average = self.average[..., :tokens_to_remove]
+
+    cache = DynamicCache(config=attention_assistant().config)
+    cache.prompt_ids = random_prompt(5)  # somebody's note, not a state
+    cache.layers[0] = Layer()
+    cache.layers[0].average = torch.zeros(1)
+    check_cached_states(attention_assistant(), [], cache)
+
+
+@pytest.mark.usefixtures("assisted_generation")
+@pytest.mark.parametrize("assistance", ["lookup", "assistant"])
+def test_assisted_generation_refuses_unknown_recurrences_by_name_too(assistance):
+    model = AutoModelForCausalLM.from_config(REFUSED["zaya"][0]())
+    options = {"prompt_lookup_num_tokens": 4} if assistance == "lookup" else {"assistant_model": attention_assistant()}
+    with (
+        counting_forwards(model) as forwards,
+        pytest.raises(UnsupportedTargetError, match="'zaya'.*without a drafter"),
+    ):
+        model.generate(random_prompt(5), max_new_tokens=8, **options)
+    assert forwards == []

@@ -104,6 +104,7 @@ class AssistantCandidateGenerator(AssistedCandidateGenerator):
         self.assistant_kwargs[CACHE_NAME] = cache
         # the assistant's cache is the one above, also if the target has a static one
         self.generation_config.cache_implementation = self.generation_config.compile_config = None
+        self._unset = _options_of_its_own(assistant, self.generation_config)
 
     def get_candidates(
         self, input_ids: torch.LongTensor, *, model_kwargs: dict[str, Any], num_drafts: int, **kwargs: Any
@@ -123,6 +124,19 @@ class AssistantCandidateGenerator(AssistedCandidateGenerator):
     def _update_past_and_masks(self, *args: Any, **kwargs: Any) -> bool:
         self._before_drafts.restore()
         return True
+
+    def _prepare_generation_args(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self._unset | super()._prepare_generation_args(*args, **kwargs)
+
+
+def _options_of_its_own(assistant: PreTrainedModel, config: GenerationConfig) -> dict[str, None]:
+    """Options to unset: an assistant's `generate` would take from its own configuration what the target's leaves open.
+
+    Stop strings, beams, a kind of cache, another assistance: these are for texts, and the assistant only drafts.
+    """
+    names = set(vars(assistant.generation_config)) & set(vars(GenerationConfig()))
+    found = {name for name in names if not name.startswith("_") and getattr(config, name, None) is None}
+    return dict.fromkeys(found - {"max_length", "max_new_tokens", "min_length", "min_new_tokens"})
 
 
 class _BeforeDrafts(LogitsProcessor):
@@ -222,7 +236,7 @@ def check_assistant(target: PreTrainedModel, assistant: Any) -> None:
 
     Raises:
         TypeError: not a model that generates.
-        ValueError: another vocabulary, or a cache that cannot be put back.
+        ValueError: another vocabulary, or no attention layer.
     """
     if not getattr(assistant, "can_generate", lambda: False)():
         raise TypeError(
@@ -239,12 +253,6 @@ def check_assistant(target: PreTrainedModel, assistant: Any) -> None:
         raise ValueError(
             f"`assistant_model` {name} has a vocabulary of {own.vocab_size} tokens, the target one of {vocab_size}; "
             "on hybrid targets both must have the same tokenizer. Use such an assistant, or prompt lookup."
-        )
-    kind = getattr(assistant.generation_config, "cache_implementation", None)
-    if kind not in (None, "dynamic"):
-        raise ValueError(
-            f"`assistant_model.generation_config.cache_implementation` is {kind!r}, but an assistant of a hybrid "
-            "target drafts on a dynamic cache: set it to `None`"
         )
     if not any(hasattr(layer, "keys") for layer in DynamicCache(config=own).layers):
         raise UnsupportedTargetError(

@@ -4,6 +4,7 @@ The tensors of the recurrence call are kept by reference. Three ways lead from t
 at once (`Record.as_commit`), the kernel of the one-token rule over the first tokens, and closed forms in torch.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,13 +81,22 @@ class Record:
 
 def recorded(call: RecurrenceCall) -> tuple[Any, Record]:
     """Runs a recurrence call over a block: what the mixer gets back, and the record."""
-    length = block_length(call)
+    call, length = _as_single_tokens(call), block_length(call)
     if length > SHORT_BLOCK or (call.has_kernel and call.step_rule is None):
         return call.run(), Record(call, length)
     if call.step_rule is not None:
         return _by_step_rule(call, length), Record(call, length)
     result, window = _short_block(call)
     return result, Record(call, length, window)
+
+
+def _as_single_tokens(call: RecurrenceCall) -> RecurrenceCall:
+    """A call with the rule of plain decoding: Mamba-2's step function knows no limits on the time step."""
+    if call.arguments.get("dt_limit") is None:
+        return call
+    limit = {"dt_limit": (0.0, float("inf"))}
+    run = functools.partial(call.run, **limit)
+    return RecurrenceCall(call.recurrence, call.arguments | limit, run, call.has_kernel, call.step_rule)
 
 
 def _given(arguments: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def _hooked(original: Callable[..., Any]) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _state.is_enabled:
             return original(self, *args, **kwargs)
-        if getattr(self, "_is_stateful", False):
+        if _is_stateful(self):
             ensure_patched(self)
         call = dict(zip(GENERATE_PARAMETERS, args, strict=False)) | kwargs
         if len(call) < len(args) + len(kwargs):  # an argument too many or given twice: the original says so
@@ -174,6 +174,10 @@ def _hooked(original: Callable[..., Any]) -> Callable[..., Any]:
 
     generate._ready_hf_hook = generate  # type: ignore[attr-defined]
     return generate
+
+
+def _is_stateful(model: Any) -> bool:
+    return bool(getattr(model, "_is_stateful", False))
 
 
 def _end_streamer(streamer: BaseStreamer | None, error: BaseException) -> None:
@@ -192,7 +196,7 @@ def _is_ours(function: Any) -> bool:
 def _requested_drafter(model: PreTrainedModel, call: dict[str, Any]) -> Drafter | None:
     """The drafter that a `generate` call asks for, removed from its arguments."""
     assistant, method = call.get("assistant_model"), call.get("custom_generate")
-    if isinstance(assistant, str) and getattr(model, "_is_stateful", False):
+    if isinstance(assistant, str) and _is_stateful(model):
         raise TypeError(f"`assistant_model` must be a loaded drafter, got the string {assistant!r}: load it first")
     if is_drafter(assistant):
         if method is not None:
@@ -207,7 +211,8 @@ def _requested_drafter(model: PreTrainedModel, call: dict[str, Any]) -> Drafter 
                 call[name] = value
         del call["custom_generate"]
         return method.drafter
-    if _state.assists_hybrids and method is None and recurrent_layers(model):
+    # one whose recurrence is unknown as well: it is refused by name
+    if _state.assists_hybrids and method is None and (_is_stateful(model) or recurrent_layers(model)):
         return _requested_assistance(model, call)
     return None
 

@@ -314,10 +314,8 @@ def check_cache(cache: Cache | None) -> Cache:
     if getattr(cache, "offloading", False):
         raise UnsupportedTargetError(f"an offloaded {type(cache).__name__} cannot be rolled back. {supported}")
     for layer in cache.layers:
-        if isinstance(layer, LinearAttentionCacheLayerMixin) or not isinstance(layer, CacheLayerMixin):
-            continue
         # in 5.17 quantized layers inherit `is_croppable` from the dynamic layer
-        if not layer.is_croppable or "Quantized" in type(layer).__name__:
+        if isinstance(layer, CacheLayerMixin) and (not _can_cut(layer) or "Quantized" in type(layer).__name__):
             raise UnsupportedTargetError(f"a cache with {type(layer).__name__} cannot be rolled back. {supported}")
     return cache
 
@@ -390,9 +388,16 @@ def _cut_keys_and_values(layer: Any, tokens: int) -> None:
     if not _holds_keys(layer):
         return
     positions = getattr(layer, "indexer_position_ids", None)
-    _attention_class(type(layer)).crop(layer, -tokens)  # type: ignore[arg-type, attr-defined]
+    _attention_class(type(layer)).crop(layer, -tokens)  # type: ignore[arg-type]
     if positions is not None and tokens and layer.indexer_position_ids is positions:  # static layers leave them
         layer.indexer_position_ids = positions[..., :-tokens]
+
+
+def _can_cut(layer: Any) -> bool:
+    """Whether keys and values of a layer can be cut, whatever the layer says of a recurrent state beside them."""
+    attention = _attention_class(type(layer))  # type: ignore[arg-type]
+    can = getattr(attention, "is_croppable", False)
+    return bool(can.__get__(layer) if isinstance(can, property) else can)
 
 
 def _check_alignable(cache: Cache) -> None:
@@ -413,15 +418,19 @@ def _align_right(layer: Any, shift: torch.Tensor) -> None:
 
 
 @functools.cache
-def _attention_class(layer_class: type) -> type:
-    """The class that cuts keys and values: for layers that are linear and attention at once, the attention half."""
+def _attention_class(layer_class: type) -> Any:
+    """The class that cuts keys and values: for layers that are linear and attention at once, the attention half.
+
+    `None` if transformers cannot cut that half.
+    """
     if not issubclass(layer_class, LinearAttentionCacheLayerMixin):
         return layer_class
-    return next(
+    halves = (
         c
         for c in layer_class.__mro__
         if issubclass(c, CacheLayerMixin) and not issubclass(c, LinearAttentionCacheLayerMixin) and "crop" in vars(c)
     )
+    return next(halves, None)
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils.import_utils import is_flash_linear_attention_available, is_mamba_2_ssm_available
 
+from ready_hf.cache_tensors import unknown_tensors
 from ready_hf.recurrences import (
     CPU_ROUTED_FUNCTIONS,
     GATED_DELTA_RULE,
@@ -138,7 +139,9 @@ def check_target(model: PreTrainedModel) -> list[RecurrentLayer]:
 
 
 def check_cached_states(model: PreTrainedModel, layers: list[RecurrentLayer], cache: Cache) -> None:
-    """Refuses a target that has put recurrent states into its cache where no recurrent layer was found.
+    """Refuses a target that has put states into its cache which a rollback would leave as they are.
+
+    That is recurrent states where no recurrent layer was found, and tensors beside those of transformers' classes.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -146,7 +149,7 @@ def check_cached_states(model: PreTrainedModel, layers: list[RecurrentLayer], ca
         cache (`Cache`): Its cache, which has seen the prompt.
 
     Raises:
-        UnsupportedTargetError: naming the model and the layers.
+        UnsupportedTargetError: naming the model, and the layers or tensors.
     """
     known = {layer.layer_idx for layer in layers}
     unknown = [
@@ -154,9 +157,17 @@ def check_cached_states(model: PreTrainedModel, layers: list[RecurrentLayer], ca
         for i, layer in enumerate(cache.layers)
         if any(getattr(layer, "is_recurrent_states_initialized", {}).values()) and i not in known
     ]
+    name = f"{type(model).__name__} (model type {model.config.model_type!r})"
     if unknown:
-        name = f"{type(model).__name__} (model type {model.config.model_type!r})"
         raise UnsupportedTargetError(_unknown_recurrence(name, unknown))
+    tensors = unknown_tensors(cache)
+    if tensors:
+        raise UnsupportedTargetError(
+            f"{name} keeps tensors in its {type(cache).__name__} that ready_hf does not know how to roll back: "
+            f"{', '.join(tensors)}. Known are keys and values, convolution windows and the states of "
+            f"{_supported()}. Call `generate` without a drafter, or give the class of the layer a `crop` that cuts "
+            "them back."
+        )
 
 
 def text_decoder(model: PreTrainedModel) -> Any:
@@ -204,7 +215,7 @@ class RecurrenceCall:
     Args:
         recurrence (`Recurrence`): Whose block function was called.
         arguments (`dict`): The call's arguments by the names of the torch rule.
-        run (`Callable`): Runs the call as the model meant it.
+        run (`Callable`): Runs the call as the model meant it, but for arguments that are given by name.
         has_kernel (`bool`): Whether something else than transformers' torch rule runs the call.
         step_rule (`Callable`, *optional*): The recurrence's step function, if a kernel is behind it that takes several
             tokens too: one launch, and the arithmetic of plain decoding. Same arguments.
@@ -212,7 +223,7 @@ class RecurrenceCall:
 
     recurrence: Recurrence
     arguments: dict[str, Any]
-    run: Callable[[], Any]
+    run: Callable[..., Any]
     has_kernel: bool = False
     step_rule: Callable[..., Any] | None = None
 

@@ -1,0 +1,41 @@
+"""What a cache holds beside what transformers' own classes put there: somebody's model may keep a state there."""
+
+import functools
+import inspect
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+
+def unknown_tensors(cache: Cache) -> list[str]:
+    """Names of attributes that hold floating-point tensors which cutting the cache back leaves as they are.
+
+    Known are those that a method of transformers' own class mentions, or of a class that has a `crop` of its own.
+    """
+    found = [f"`{name}`" for name in _unknown(cache)]
+    for index, layer in enumerate(cache.layers):
+        found += [f"`{name}` of layer {index}" for name in _unknown(layer)]
+    return found
+
+
+def _unknown(holder: Any) -> Iterator[str]:
+    known = _mentioned(type(holder))  # type: ignore[arg-type]
+    return (name for name, value in vars(holder).items() if name not in known and _holds_tensor(value))
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensor, value))
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+@functools.cache
+def _mentioned(holder_class: type) -> frozenset[str]:
+    trusted = (c for c in holder_class.__mro__ if c.__module__.startswith("transformers.") or "crop" in vars(c))
+    methods = (inspect.unwrap(x) for c in trusted for x in vars(c).values() if isinstance(x, FunctionType))
+    return frozenset(name for method in methods for name in method.__code__.co_names)
