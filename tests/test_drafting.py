@@ -236,7 +236,7 @@ def test_wrong_targets_are_refused_naming_both_sides(prompt):
     target = trained_target()
     drafter = drafter_for(target)
     fields = {
-        "vocab_size": (500, "vocabulary: 500 in the drafter, 512 in the target"),
+        "vocab_size": (480, "vocabulary: 480 in the drafter, 512 in the target"),
         "hidden_size": (64, "hidden size: 64 in the drafter, 128 in the target"),
         "num_target_layers": (8, "number of decoder layers: 8 in the drafter, 6 in the target"),
         "state_shape": ([4, 48, 32], r"state shape \[H, K, V\]: \[4, 48, 32\] in the drafter, \[\[4, 32, 48\]\] in"),

@@ -32,7 +32,7 @@ class _ConfidenceSession(DraftSession):
         count = tokens.shape[1]
         if count:
             previous = torch.cat([context.input_ids[:, -1:], tokens[:, :-1]], dim=1).to(hidden_states.device)
-            found = self._drafter.confidence_logits(hidden_states[:, :count], previous)
+            found = self._drafter.confidence_logits(hidden_states[:, :count], self.known(previous))
             self._sink.append(found[0].cpu())
         return tokens, warped
 

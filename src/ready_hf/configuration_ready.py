@@ -360,15 +360,24 @@ class ReadyDrafterConfig(PreTrainedConfig):
         made.check_target(shape)
         return made
 
-    def check_target(self, target: PreTrainedModel | PreTrainedConfig | TargetShape) -> None:
+    def check_target(
+        self, target: PreTrainedModel | PreTrainedConfig | TargetShape, *, exact_vocabulary: bool = True
+    ) -> None:
         """Refuses a target this drafter was not made for.
+
+        Args:
+            target: The target, its configuration or its shape.
+            exact_vocabulary (`bool`): Refuse a vocabulary of any other size, as training does. `False`, for drafting,
+                lets it differ by padding and a few added tokens: by a twentieth, and the mask token must be in both.
 
         Raises:
             ValueError: naming every difference, the drafter's side and the target's.
         """
         shape = target if isinstance(target, TargetShape) else target_shape(target)
+        rows = self.vocab_size, shape.vocab_size
+        is_close = self.mask_token_id < min(rows) and max(rows) - min(rows) <= max(rows) // 20
         pairs: list[tuple[str, Any, Any]] = [
-            ("vocabulary", self.vocab_size, shape.vocab_size),
+            ("vocabulary", *((0, 0) if is_close and not exact_vocabulary else rows)),
             ("hidden size", self.hidden_size, shape.hidden_size),
             ("number of decoder layers", self.num_target_layers, shape.num_layers),
         ]

@@ -157,7 +157,7 @@ def load_drafters(target: PreTrainedModel, settings: Settings) -> dict[str, Any]
             model = AutoModel.from_pretrained(path, dtype=DTYPES[settings.dtype]).to(settings.device).eval()
             if not is_drafter(model):
                 raise ValueError(f"it is a {type(model).__name__} and no ReaDy drafter")
-            model.config.check_target(target)
+            model.config.check_target(target, exact_vocabulary=False)
         except Exception as error:
             raise UsageError(f"the drafter {path} cannot be used{_place(path)}: {_reason(error)}") from error
         name = "ReaDy" if model.config.has_reader else "DSpark"

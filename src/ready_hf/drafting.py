@@ -21,6 +21,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ready_hf.candidates import DraftContext, ReadyCandidateGenerator, choose_drafts
 from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.target import committed_states, output_head, recurrent_layers, state_views
+from ready_hf.target_shape import target_shape
 
 
 logger = logging.getLogger(__name__)
@@ -59,14 +60,15 @@ class DraftingMixin:
 
         Raises:
             ValueError: a field of the configuration is not allowed, the drafter was not made for this target, or the
-            prompt has ids beyond its vocabulary.
+            prompt has ids beyond the target's vocabulary.
         """
         self.config.validate_architecture()  # fields may have been set since the drafter was made
-        self.config.check_target(target)
+        shape = target_shape(target)
+        self.config.check_target(shape, exact_vocabulary=False)
         lowest, highest = (int(input_ids.min()), int(input_ids.max())) if input_ids.numel() else (0, 0)
-        if lowest < 0 or highest >= self.config.vocab_size:
+        if lowest < 0 or highest >= shape.vocab_size:
             raise ValueError(
-                f"the prompt has token ids from {lowest} to {highest}; allowed are 0 to {self.config.vocab_size - 1}"
+                f"the prompt has token ids from {lowest} to {highest}; allowed are 0 to {shape.vocab_size - 1}"
             )
         return ReadyCandidateGenerator(self.make_session(target), target, generation_config, logits_processor)
 
@@ -130,6 +132,10 @@ class DraftSession:
             return views
         return committed_states(context.cache, self._state_layers)
 
+    def known(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids with those beyond the drafter's own vocabulary replaced: after them, any guess will do."""
+        return ids.clamp_max(self._config.vocab_size - 1)
+
     def _block(self, context: DraftContext) -> torch.Tensor:
         """Hidden states `[B, G, d]` of the block; the features of the round join the context."""
         device, dtype = self._drafter.device, self._drafter.dtype
@@ -180,9 +186,15 @@ class DraftSession:
     def _tokens(
         self, hidden_states: torch.Tensor, logits: torch.Tensor, context: DraftContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Drafts left to right, from the head's logits `[B, n, V]` and the sequential head's corrections."""
+        """Drafts left to right, from the head's logits `[B, n, V]` and the sequential head's corrections.
+
+        Rows of the vocabulary that only one of drafter and target has are never drafted.
+        """
         markov, threshold = self._drafter.markov_head, self._threshold
-        previous, latent = context.input_ids[:, -1].to(logits.device), None
+        num_ids = min(self._config.vocab_size, logits.shape[-1])
+        num_others = logits.shape[-1] - num_ids
+        logits = logits[..., :num_ids]
+        previous, latent = self.known(context.input_ids[:, -1].to(logits.device)), None
         survival = torch.ones(len(previous), device=logits.device)
         drafts: list[torch.Tensor] = []
         warped: list[torch.Tensor] = []
@@ -198,7 +210,7 @@ class DraftSession:
             step_logits = logits[:, k]
             if markov is not None:
                 latent = markov.step(hidden, previous, latent)
-                step_logits = step_logits + markov.markov_w2(latent).float()
+                step_logits = step_logits + markov.markov_w2(latent).float()[..., :num_ids]
             finite.append(torch.isfinite(step_logits).all())
             step_logits = step_logits.masked_fill(~finite[-1], 0.0)  # something to draw from; dropped below
             previous, sampled_from = choose_drafts(step_logits, context.do_sample, context.warpers)
@@ -217,4 +229,7 @@ class DraftSession:
         if not num_finite:
             return context.input_ids[:, :0], None
         tokens = torch.stack(drafts[:num_finite], dim=1).to(context.input_ids.device)
-        return tokens, torch.stack(warped[:num_finite], dim=1) if warped else None
+        if not warped:
+            return tokens, None
+        drawn_from = torch.stack(warped[:num_finite], dim=1)
+        return tokens, nn.functional.pad(drawn_from, (0, num_others), value=-torch.inf) if num_others else drawn_from

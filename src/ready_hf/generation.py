@@ -231,6 +231,13 @@ def _requested_assistance(model: PreTrainedModel, call: dict[str, Any]) -> Draft
             return AssistantDrafter(assistant)
         _clear(model, call, "speculation_type")
         return DFlashDrafter(assistant)
+    for name in ("assistant_early_exit", "use_mtp"):
+        value = _effective(model, call, name)
+        if value:
+            raise ValueError(
+                f"`{name}={value!r}` is not supported on hybrid targets: use `prompt_lookup_num_tokens`, an "
+                "`assistant_model` or a drafter"
+            )
     num_tokens = _effective(model, call, "prompt_lookup_num_tokens")
     if num_tokens is None:
         return None

@@ -1,5 +1,6 @@
 """Cases of category vocab-tokens: C12, C14 (prompts; training data in test_training_loop.py), C15, C51, C87."""
 
+import copy
 import functools
 
 import pytest
@@ -11,10 +12,13 @@ from transformers import AutoModelForCausalLM
 
 import ready_hf
 from ready_hf import ReadyDrafterConfig, ReadyDrafterModel
+from ready_hf.confidence_records import collect_confidences
 from ready_hf.data import training_rows
 from ready_hf.demo_prompts import Prompt
 from ready_hf.demo_settings import check_context
+from ready_hf.drafting import DraftSession
 from ready_hf.evaluation import evaluate
+from ready_hf.features import FrozenTarget
 from ready_hf.text_sources import read_examples
 from ready_hf.verify_target import verify_target
 from support import (
@@ -232,14 +236,61 @@ def test_c15_the_mask_token_of_the_config_fills_the_slots(monkeypatch):
     assert all(block == [1] * 5 for block in blocks)
 
 
-@pytest.mark.parametrize("rows", [90, 104])
-def test_c51_vocabularies_of_different_size_are_refused(rows):
-    target = tiny_target("qwen3_5")
-    config = FAMILIES["qwen3_5"]()
+def of_rows(rows, **options):
+    """A drafter for the trained target as if that had as many rows."""
+    config = copy.deepcopy(trained_target().config)
     config.vocab_size = rows
-    drafter = ReadyDrafterModel(ReadyDrafterConfig.for_target(config))
-    with pytest.raises(ValueError, match=f"vocabulary: {rows} in the drafter, 97 in the target"):
-        target.generate(random_prompt(5), max_new_tokens=4, assistant_model=drafter)
+    return drafter_for(config, block_size=4, **options)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("rows", [500, 512, 520])
+def test_c51_rows_that_only_one_of_both_has_are_never_drafted(rows, sampled, monkeypatch):
+    """They are the likeliest of all, for the target as for the drafter."""
+    target = copy.deepcopy(trained_target())
+    drafter = of_rows(rows, confidence_threshold=0.001)
+    with torch.no_grad():
+        target.get_output_embeddings().weight[500:] *= 4.0
+        drafter.markov_head.markov_w2.weight[512:] *= 9.0
+    original, drafts = DraftSession._tokens, []
+
+    def tokens(*args):
+        drafts.append(original(*args))
+        return drafts[-1]
+
+    monkeypatch.setattr(DraftSession, "_tokens", tokens)
+    prompt = random_prompt(9, vocab_size=490)
+    prompt[0, -1] = 511  # an anchor that not every drafter knows
+    call = {"max_new_tokens": 24, "do_sample": sampled, "top_k": 0, "top_p": 0.99}
+    got = [target.generate(prompt, assistant_model=drafter, **call) for _ in range(1 if sampled else 2)]
+    assert max(int(ids.max()) for ids, _ in drafts if ids.numel()) < min(rows, 512)
+    for _, drawn_from in drafts:
+        assert drawn_from is None or (drawn_from.shape[2] == 512 and not drawn_from[..., rows:].isfinite().any())
+    if not sampled:
+        assert torch.equal(got[0], target.generate(prompt, **call))
+    assert int(got[0].max()) >= 500  # what the target writes is its own
+
+
+@pytest.mark.parametrize(("rows", "mask_token_id"), [(480, 1), (545, 1), (520, 512)])
+def test_c51_other_vocabularies_are_refused_with_both_sizes(rows, mask_token_id):
+    drafter = of_rows(rows, mask_token_id=mask_token_id)
+    with pytest.raises(ValueError, match=f"vocabulary: {rows} in the drafter, 512 in the target"):
+        trained_target().generate(random_prompt(5), max_new_tokens=4, assistant_model=drafter)
+
+
+def test_c51_training_wants_every_row():
+    with pytest.raises(ValueError, match="vocabulary: 500 in the drafter, 512 in the target"):
+        FrozenTarget(trained_target(), of_rows(500).config)
+
+
+def test_c51_tokens_that_were_added_to_the_target_since():
+    target, drafter = copy.deepcopy(trained_target()), of_rows(512)
+    prompt = trained_tokenizer()("def f(x):", return_tensors="pt").input_ids
+    target.resize_token_embeddings(520, mean_resizing=False)
+    drafted = target.generate(prompt, max_new_tokens=24, do_sample=False, assistant_model=drafter)
+    assert torch.equal(drafted, target.generate(prompt, max_new_tokens=24, do_sample=False))
+    records = collect_confidences(target, drafter, [{"input_ids": prompt}], max_new_tokens=12)
+    assert records
 
 
 def test_c87_a_pruned_vocabulary_is_not_offered():
