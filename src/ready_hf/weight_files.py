@@ -85,6 +85,30 @@ def check_headers(
         raise BrokenCheckpointError("; ".join(problems))
 
 
+def check_whole(files: Sequence[str], wanted: Mapping[str, torch.Tensor]) -> None:
+    """Refuses files unless they hold every tensor of a model and no other, all of them finite. Reads them.
+
+    Args:
+        files (`list[str]`): The files.
+        wanted (`dict[str, torch.Tensor]`): Tensors of the model by name; only their shapes are looked at.
+
+    Raises:
+        BrokenCheckpointError: as `check_headers`; or naming what is missing, left over or not finite.
+    """
+    check_headers(files, wanted, other_shapes_allowed=False)
+    found, wrong = set(), []
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                found.add(name)
+                if not bool(torch.isfinite(opened.get_tensor(name)).all()):
+                    wrong.append(name)
+    problems = [f"missing: {name}" for name in sorted(wanted.keys() - found)] + _of_no_module(found, wanted)
+    problems += [f"values that are not finite in {_some(wrong)}: the training diverged"] if wrong else []
+    if problems:
+        raise BrokenCheckpointError("; ".join(problems))
+
+
 def _header(file: str) -> dict[str, tuple[list[int], str]]:
     """Shapes and types of the tensors in a file, by name."""
     if not Path(file).is_file():
