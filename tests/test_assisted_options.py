@@ -199,6 +199,13 @@ def test_assistant_with_a_static_cache_is_refused():
         generate(tiny_target("qwen3_5"), assistant_model=assistant)
 
 
+def test_assistant_of_shapes_only_is_refused_before_any_forward():
+    target, assistant = tiny_target("qwen3_5"), copy.deepcopy(attention_assistant()).to("meta")
+    with counting_forwards(target) as forwards, pytest.raises(ValueError, match="are on the meta device"):
+        generate(target, assistant_model=assistant)
+    assert forwards == []
+
+
 def test_beams_are_searched_without_an_assistant_as_in_transformers():
     want = generate(tiny_target("qwen3_5"), num_beams=2)
     assert (
