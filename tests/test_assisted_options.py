@@ -144,8 +144,12 @@ REFUSED = {
     "batch": ({"ids": PROMPT.repeat(2, 1)}, ValueError, "batch of 2"),
     "two ways": ({"prompt_lookup_num_tokens": 4}, ValueError, "prompt_lookup_num_tokens"),
     "early exit": ({"assistant_early_exit": 2}, ValueError, "assistant_early_exit"),
-    "early exit alone": ({"assistant_early_exit": 2, "assistant_model": None}, ValueError, "assist"),
-    "mtp": ({"use_mtp": True, "assistant_model": None}, ValueError, "assist"),
+    "early exit alone": (
+        {"assistant_early_exit": 2, "assistant_model": None},
+        ValueError,
+        "=2` is not supported on",
+    ),
+    "mtp": ({"use_mtp": True, "assistant_model": None}, ValueError, "use_mtp=True` is not supported on hybrid"),
     "ensemble": ({"assistant_ensemble_weight": 0.5}, ValueError, "assistant_ensemble_weight"),
     "unknown speculation": ({"speculation_type": "other"}, ValueError, "speculation_type"),
     "dflash without its assistant": ({"speculation_type": "dflash"}, TypeError, "no target_layer_ids"),
@@ -217,6 +221,13 @@ def test_options_that_an_assistant_has_for_texts_of_its_own_do_not_reach_its_dra
         assert ids.tolist() == REFERENCE[:, :28].tolist()
         records.append((stats.drafted_by_position, stats.accepted_by_position))
     assert records[0] == records[1]
+
+
+def test_assistant_of_shapes_only_is_refused_before_any_forward():
+    target, assistant = tiny_target("qwen3_5"), copy.deepcopy(attention_assistant()).to("meta")
+    with counting_forwards(target) as forwards, pytest.raises(ValueError, match="are on the meta device"):
+        generate(target, assistant_model=assistant)
+    assert forwards == []
 
 
 def test_beams_are_searched_without_an_assistant_as_in_transformers():

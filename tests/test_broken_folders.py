@@ -120,6 +120,33 @@ def written(data):
     return lambda folder: (folder / "config.json").write_bytes(data)
 
 
+def in_front(change):
+    """What puts the name of a base model in front of all tensors, which transformers drops, and changes them."""
+
+    def apply(folder):
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file({f"model.{name}": value for name, value in tensors.items()}, folder / WEIGHTS)
+
+    return apply
+
+
+def quantized_and(apply):
+    """What leaves looking at types and shapes to a quantizer: places and files are looked at all the same."""
+    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    return lambda folder: [apply(folder), configured(quantization_config=settings)(folder)]
+
+
+def twice(folder):
+    """Two shards that hold the same tensor, with other values."""
+    indexed("model-1.safetensors", "model-1.safetensors")(folder)
+    norm = load_file(folder / "model-1.safetensors")["norm.weight"]
+    save_file({"norm.weight": norm + 1}, folder / "model-2.safetensors")
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["norm.weight"] = "model-2.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+
+
 def only_pickles(folder):
     (folder / WEIGHTS).unlink()
     pickled(folder)
@@ -176,6 +203,50 @@ BROKEN = {
     "a shard that is not there": (indexed("model-2.safetensors"), r"there is no '.*model-2\.safetensors'"),
     "a pickle as a shard": (pickle_by_index("model-1.bin"), r"names 'model-1\.bin'; allowed are \.safetensors files"),
     "a pickle elsewhere": (pickle_by_index("../model.bin"), r"names '\.\./model\.bin'; allowed are"),
+    "a path upwards, quantized": (
+        quantized_and(indexed("../w.safetensors", "../w.safetensors")),
+        r"names '\.\./w\.safetensors'; allowed are",
+    ),
+    "a pickle elsewhere, quantized": (
+        quantized_and(pickle_by_index("../model.bin")),
+        r"names '\.\./model\.bin'; allowed are",
+    ),
+    "half a file, quantized": (
+        quantized_and(with_bytes(lambda data: data[: len(data) // 2])),
+        rf"{WEIGHTS}' is no whole safetensors file",
+    ),
+    "an endless name": (indexed("a" * 5000 + ".safetensors"), "names 'aaa.*'; allowed are"),
+    "a tensor twice": (twice, r"norm\.weight is there twice"),
+    "a tensor twice, once in front": (
+        changed(lambda t: t.update({"model.norm.weight": t["norm.weight"] + 1})),
+        r"norm\.weight is there twice",
+    ),
+    "integers in front": (
+        in_front(lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.int32)})),
+        r"fc\.weight of type I32, and allowed are F64, F32, F16, BF16",
+    ),
+    "another shape in front": (
+        in_front(lambda t: t.update({"fc.weight": t["fc.weight"].T.contiguous()})),
+        "fc.weight has shape",
+    ),
+    "made up beyond memory": (configured(reader_gate_rank=10**9), r"missing: reader\.gate_proj\.0\.weight"),
+    "sizes beyond memory": (configured(hidden_size=10**12), "sizes in its config.json are beyond any memory"),
+    "a size beyond 64 bits": (configured(intermediate_size=2**70), "sizes in its config.json are beyond any memory"),
+    "layers beyond patience": (
+        configured(num_hidden_layers=10**9, layer_types=None),
+        "`num_hidden_layers` must be at most 1000, got 1000000000",
+    ),
+    "labels beyond memory": (configured(num_labels=10**9), "has no labels, but .* sets `num_labels=1000000000`"),
+    "a number for labels": (configured(id2label=5), "has no labels, but .* sets `id2label=5`"),
+    "a number for a dtype": (configured(dtype=3), "`dtype` must be a type of torch such as 'bfloat16', got 3"),
+    "a word for quantization": (configured(quantization_config="x"), "`quantization_config` must be a table"),
+    "a field for a method": (configured(check_target=1), "sets `check_target`, which is computed and no field"),
+    "a field for a property": (configured(has_reader=True), "sets `has_reader`, which is computed and no field"),
+    "an endless epsilon": (configured(rms_norm_eps=float("inf")), "`rms_norm_eps` must be 0 or more, and finite"),
+    "no number as epsilon": (configured(rms_norm_eps=float("nan")), "`rms_norm_eps` must be 0 or more, and finite"),
+    "a negative epsilon": (configured(rms_norm_eps=-1.0), "`rms_norm_eps` must be 0 or more, and finite"),
+    "a sure dropout": (configured(attention_dropout=1.0), r"`attention_dropout` must be in \[0, 1\)"),
+    "an endless scatter": (configured(initializer_range=float("inf")), "`initializer_range` must be 0 or more"),
     "a pickle to look into": (pickle_without_dtype, r"names '\.\./weights\.bin'; allowed are"),
     "half an index": (index_of('{"weight_map": {'), rf"its {INDEX} is no index"),
     "a list as index": (index_of("[]"), rf"its {INDEX} is no index"),
@@ -239,6 +310,7 @@ def linked(folder):
 HARMLESS = {
     "code and pickles beside the weights": unsafe,
     "a link": linked,  # as in the cache of the Hub: what it leads to must be whole safetensors all the same
+    "the name of a base model in front": in_front(lambda tensors: None),
     "one shard": indexed("model-1.safetensors", "model-1.safetensors"),
     "float64": in_type(torch.float64),
 }

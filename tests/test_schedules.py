@@ -3,10 +3,12 @@
 import json
 import logging
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from ready_hf import ReadyDrafterModel
@@ -346,6 +348,72 @@ def test_an_incomplete_checkpoint_is_refused_where_it_is_named(run, tmp_path, fa
     with pytest.raises(ValueError, match="cannot go on from .*mine.*: .*. Name a complete checkpoint"):
         trainer_for(tmp_path, drafter, tiny_target("qwen3_5")).train(resume_from_checkpoint=str(folder))
     assert all(torch.equal(p, before[name]) for name, p in drafter.named_parameters())
+
+
+def with_weights(change):
+    """What changes the tensors of a checkpoint by `change(tensors)`."""
+
+    def apply(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return apply
+
+
+def with_optimizer(change):
+    def apply(folder):
+        content = torch.load(folder / "optimizer.pt")
+        torch.save(change(content) or content, folder / "optimizer.pt")
+
+    return apply
+
+
+def diverged(content):
+    content["state"][0]["exp_avg"].fill_(float("nan"))
+
+
+WRONG = {
+    "nan": (with_weights(lambda t: t["fc.weight"].fill_(float("nan"))), r"not finite in fc\.weight"),
+    "integers": (with_weights(lambda t: t.update({"fc.weight": t["fc.weight"].int()})), r"fc\.weight of type I32"),
+    "another shape": (
+        with_weights(lambda t: t.update({"fc.weight": t["fc.weight"][:3].contiguous()})),
+        r"fc\.weight has shape \[3, 64\]",
+    ),
+    "a missing tensor": (with_weights(lambda t: t.pop("fc.weight")), r"missing: fc\.weight"),
+    "a tensor too many": (with_weights(lambda t: t.update(more=torch.zeros(2))), "belongs to no module: more"),
+    "an optimizer of nan": (with_optimizer(diverged), r"optimizer\.pt holds values that are not finite"),
+    "no optimizer": (with_optimizer(lambda content: {"a": 1}), r"optimizer\.pt holds no state of an optimizer"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_checkpoint_that_is_whole_and_wrong_is_refused(run, tmp_path, fault):
+    """Trained on, all that does not fit would stay as the new drafter was made: without a word."""
+    apply, message = WRONG[fault]
+    shutil.copytree(run, tmp_path / "run")
+    apply(tmp_path / "run" / "checkpoint-2")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-3")
+    drafter = drafter_for(tiny_target("qwen3_5"), seed=9)
+    for resume in (True, str(tmp_path / "run" / "checkpoint-2")):
+        trainer = trainer_for(tmp_path / "run", drafter, tiny_target("qwen3_5"))
+        with pytest.raises(ValueError, match=f"cannot go on from checkpoint-2: .*{message}.* Name another"):
+            trainer.train(resume_from_checkpoint=resume)
+
+
+@pytest.mark.parametrize("names", [{}, {"fc.weight": 3}, {"fc.weight": "../checkpoint-2/model.safetensors"}])
+def test_a_checkpoint_with_a_wrong_index_is_passed_over(run, tmp_path, names):
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    (folder / "checkpoint-3" / "model.safetensors").unlink()
+    (folder / "checkpoint-3" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert last_complete_checkpoint(folder).name == "checkpoint-2"
+
+
+def test_a_state_without_a_number_of_steps_is_passed_over(run, tmp_path):
+    for content in ("[" * 100_000, '{"global_step": "3"}'):
+        folder = Path(shutil.copytree(run, tmp_path / str(len(content))))
+        (folder / "checkpoint-3" / "trainer_state.json").write_text(content)
+        assert last_complete_checkpoint(folder).name == "checkpoint-2"
 
 
 def test_a_complete_checkpoint_may_have_any_name(run, tmp_path):

@@ -19,6 +19,7 @@ from transformers.generation import candidate_generator
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
 from ready_hf.candidates import DraftContext, ReadyCandidateGenerator
+from ready_hf.drafting import device_of
 from ready_hf.target import CACHE_NAME, UnsupportedTargetError, check_target, ensure_patched
 
 
@@ -236,12 +237,13 @@ def check_assistant(target: PreTrainedModel, assistant: Any) -> None:
 
     Raises:
         TypeError: not a model that generates.
-        ValueError: another vocabulary, or no attention layer.
+        ValueError: another vocabulary, no weights, or no attention layer.
     """
     if not getattr(assistant, "can_generate", lambda: False)():
         raise TypeError(
             f"`assistant_model` must be a causal language model that can `generate`, got {type(assistant).__name__}"
         )
+    device_of(assistant)  # refuses weights that are shapes only
     name = type(assistant).__name__
     try:
         check_target(assistant)
@@ -272,6 +274,7 @@ def _check_dflash(target: PreTrainedModel, assistant: PreTrainedModel) -> None:
             f'`speculation_type="dflash"` needs a DFlash assistant, got {type(assistant).__name__}, whose config '
             f"has no {', '.join(missing)}"
         )
+    device_of(assistant)  # refuses weights that are shapes only
     own, target_config = assistant.config, target.config.get_text_config(decoder=True)
     if own.hidden_size != target_config.hidden_size or own.mask_token_id >= target_config.vocab_size:
         raise ValueError(

@@ -6,6 +6,7 @@ state is written last, so a folder with a readable one and whole files is comple
 
 import json
 import logging
+import pickle
 import re
 import zipfile
 from pathlib import Path
@@ -13,15 +14,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ready_hf.schedules import IS_READER
+from ready_hf.weight_files import BrokenCheckpointError, check_index_names, check_whole
 
 
 logger = logging.getLogger(__name__)
 
 FSDP_OPTIMIZER_NAME = "optimizer.bin"  # a format of accelerate's own
+ANOTHER = "Name another checkpoint, or start without `resume_from_checkpoint`"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -71,12 +75,26 @@ def check_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
         optimizer (`torch.optim.Optimizer`): The one to go on with.
 
     Raises:
-        ValueError: other stages, another learning rate of the reader, or another drafter.
+        ValueError: other stages, another learning rate of the reader, or another drafter; no state of an optimizer, or
+        one that is not finite.
     """
     path = checkpoint / OPTIMIZER_NAME
     if not path.is_file():
         return
-    saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["param_groups"]
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        saved, states = content["param_groups"], content["state"].values()
+        moments = [x for state in states if isinstance(state, dict) for x in state.values()]
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"cannot go on from {checkpoint.name}: its {OPTIMIZER_NAME} holds no state of an optimizer "
+            f"({type(error).__name__}). {ANOTHER}"
+        ) from error
+    if not all(bool(torch.isfinite(x).all()) for x in moments if isinstance(x, torch.Tensor)):
+        raise ValueError(
+            f"cannot go on from {checkpoint.name}: its {OPTIMIZER_NAME} holds values that are not finite: the "
+            f"training diverged. {ANOTHER}"
+        )
     found, wanted = _reader_rate(saved), _reader_rate(optimizer.param_groups)
     if found != wanted:
         raise ValueError(
@@ -89,6 +107,24 @@ def check_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
             f"the optimizer of {checkpoint.name} has groups of {sizes} parameters, and this drafter makes groups of "
             f"{own_sizes}: resume with the drafter and the options it had, or start a new training from its drafter"
         )
+
+
+def check_weights(checkpoint: Path, model: nn.Module) -> None:
+    """Refuses to go on from weights that are not all of this model's, before torch takes over what fits.
+
+    Args:
+        checkpoint (`Path`): A complete checkpoint folder; formats of a launcher are not looked at.
+        model (`nn.Module`): The drafter.
+
+    Raises:
+        ValueError: naming tensors that are missing, left over, of another shape or type, or not finite.
+    """
+    files = [str(path) for path in _weight_files(checkpoint)]
+    try:
+        if files:
+            check_whole(files, getattr(model, "_orig_mod", model).state_dict())
+    except BrokenCheckpointError as error:
+        raise ValueError(f"cannot go on from {checkpoint.name}: {error}. {ANOTHER}") from error
 
 
 def _reader_rate(groups: list[dict[str, Any]]) -> float | None:
@@ -124,8 +160,10 @@ def incomplete(checkpoint: Path, is_named_by_step: bool = True) -> str | None:
         return f"no {TRAINER_STATE_NAME}"
     try:
         step = json.loads(state.read_text(encoding="utf-8"))["global_step"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"{TRAINER_STATE_NAME} cannot be read"
+    if not isinstance(step, int):
+        return f"{TRAINER_STATE_NAME} is of step {step!r}, which is no number"
     if is_named_by_step and checkpoint.name != f"checkpoint-{step}":
         return f"{TRAINER_STATE_NAME} is of step {step}"
     for weights in _weight_files(checkpoint):
@@ -145,10 +183,12 @@ def _weight_files(checkpoint: Path) -> list[Path]:
     index = checkpoint / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
         try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return [index]  # which is no file of weights, and is named as such
-        return [checkpoint / name for name in sorted(names)]
+            names = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            check_index_names(names)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, BrokenCheckpointError):
+            names = []
+        # an index of nothing is no file of weights, and is named as such
+        return [checkpoint / name for name in sorted({*names})] or [index]
     if any(checkpoint.glob("pytorch_model_fsdp*")):
         return []
     return [checkpoint / SAFE_WEIGHTS_NAME]

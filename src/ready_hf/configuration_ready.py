@@ -38,6 +38,9 @@ SIZES = (
     "num_target_layers",
 )
 
+MOST_LAYERS = 1000  # so that no configuration makes Python build modules for hours,
+MOST_LABELS = 1000  # or names of labels, which transformers makes for every model
+
 # Every saved folder carries one line of code, so that `trust_remote_code=True` finds the classes of the installed
 # package without `import ready_hf`. No source is copied: there is one implementation, and it is the installed one.
 SHIM_FILE = "ready.py"
@@ -156,7 +159,7 @@ class ReadyDrafterConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // max(1, self.num_attention_heads)  # 0 heads are refused below
         if self.layer_types is None:
             kind = "full_attention" if self.sliding_window is None else "sliding_attention"
-            self.layer_types = [kind] * self.num_hidden_layers
+            self.layer_types = [kind] * min(self.num_hidden_layers, MOST_LAYERS)  # more are refused below
         if self.target_layer_ids is None:
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers)
         if self.reader_rank is None:
@@ -188,6 +191,14 @@ class ReadyDrafterConfig(PreTrainedConfig):
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
+        for name, is_right, allowed in (
+            ("num_hidden_layers", self.num_hidden_layers <= MOST_LAYERS, f"at most {MOST_LAYERS}"),
+            ("rms_norm_eps", 0 <= self.rms_norm_eps < math.inf, "0 or more, and finite"),
+            ("initializer_range", 0 <= self.initializer_range < math.inf, "0 or more, and finite"),
+            ("attention_dropout", 0 <= self.attention_dropout < 1, "in [0, 1)"),
+        ):
+            if not is_right:
+                raise ValueError(f"`{name}` must be {allowed}, got {getattr(self, name)}")
         rope_type = (self.rope_parameters or {}).get("rope_type", "default")
         if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
             allowed_types = sorted({"default", *ROPE_INIT_FUNCTIONS})
@@ -278,7 +289,7 @@ class ReadyDrafterConfig(PreTrainedConfig):
         """As in transformers; what was saved before a gate could have several inputs had the anchor alone.
 
         Raises:
-            ValueError: a file that names code of the Hub, or a dtype that torch does not have.
+            ValueError: a file that names code of the Hub, a dtype that torch does not have, or what is no field.
         """
         for name in ("attn_implementation", "_attn_implementation"):
             if "/" in str(config_dict.get(name)):  # of a file: those of the caller are in `kwargs`
@@ -286,10 +297,7 @@ class ReadyDrafterConfig(PreTrainedConfig):
                     f"the configuration names code of the Hub, `{name}={config_dict[name]!r}`: remove it, and pass "
                     "`attn_implementation` to `from_pretrained` if you trust that code"
                 )
-        for name in ("dtype", "torch_dtype"):
-            value = config_dict.get(name)
-            if isinstance(value, str) and not isinstance(getattr(torch, value, None), torch.dtype):
-                raise ValueError(f"`{name}` must be a type of torch such as 'bfloat16', got {value!r}")
+        _check_foreign_fields(cls, config_dict)
         if {
             "reader_gate",
             "transformers_version",
@@ -396,6 +404,28 @@ class ReadyDrafterConfig(PreTrainedConfig):
                 f"this drafter was not made for {shape.name}. {'; '.join(wrong)}. Load the target it was trained for, "
                 "or make a drafter with ReadyDrafterConfig.for_target(target)"
             )
+
+
+def _check_foreign_fields(config_class: type, config_dict: dict[str, Any]) -> None:
+    """Refuses values of transformers' own fields that it would fail on, and names that are methods of the class."""
+    for name in ("dtype", "torch_dtype"):
+        value = config_dict.get(name)
+        dtype = getattr(torch, value, None) if isinstance(value, str) else value
+        if value is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"`{name}` must be a type of torch such as 'bfloat16', got {value!r}")
+    for name in config_dict:
+        own = getattr(config_class, name, None)
+        if callable(own) or (isinstance(own, property) and own.fset is None):
+            raise ValueError(f"the configuration sets `{name}`, which is computed and no field: remove it")
+    for name, is_right in (
+        ("num_labels", lambda x: isinstance(x, int) and 0 <= x <= MOST_LABELS),
+        ("id2label", lambda x: isinstance(x, dict)),
+    ):
+        if config_dict.get(name) is not None and not is_right(config_dict[name]):
+            raise ValueError(f"a drafter has no labels, but its configuration sets `{name}={config_dict[name]!r}`")
+    quantization = config_dict.get("quantization_config")
+    if quantization is not None and not isinstance(quantization, dict) and not hasattr(quantization, "to_dict"):
+        raise ValueError(f"`quantization_config` must be a table of settings, got {quantization!r}: remove it")
 
 
 def default_target_layer_ids(num_layers: int, most: int = 5) -> list[int]:

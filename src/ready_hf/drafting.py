@@ -43,6 +43,25 @@ def moved_to(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
     return value if weight.is_meta else value.to(weight.device)
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: where its weights are or, if they are offloaded, where hooks bring them.
+
+    Raises:
+        ValueError: it has no weights but their shapes.
+    """
+    hooks = [hook for m in module.modules() if (hook := getattr(m, "_hf_hook", None)) is not None]
+    parts = [part for hook in hooks for part in getattr(hook, "hooks", [hook])]  # several at one module
+    devices = [getattr(part, "execution_device", None) for part in parts]
+    is_offloaded = any(x is not None for x in devices)
+    if not is_offloaded and any(weight.is_meta for weight in module.parameters()):
+        raise ValueError(
+            f"weights of {type(module).__name__} are on the meta device, which holds shapes only: load them with "
+            "`from_pretrained`, to the CPU, a GPU, or with `device_map`"
+        )
+    weight = any_weight(module)
+    return torch.device(next(x for x in devices if x is not None)) if weight.is_meta else weight.device
+
+
 class DraftingMixin:
     """Makes a drafter model usable as `assistant_model=` and in `ready_hf.speculate`."""
 
@@ -59,8 +78,8 @@ class DraftingMixin:
         """A generator for one `generate` call; see `ready_hf.Drafter`.
 
         Raises:
-            ValueError: a field of the configuration is not allowed, the drafter was not made for this target, or the
-            prompt has ids beyond the target's vocabulary.
+            ValueError: a field of the configuration is not allowed, the drafter was not made for this target or has no
+            weights, or the prompt has ids beyond the target's vocabulary.
         """
         self.config.validate_architecture()  # fields may have been set since the drafter was made
         shape = target_shape(target)
@@ -97,7 +116,7 @@ class DraftSession:
         config: ReadyDrafterConfig = drafter.config
         self.block_size = config.block_size
         self.target_layer_ids = list(config.target_layer_ids or ())
-        self._drafter, self._config = drafter, config
+        self._drafter, self._config, self._device = drafter, config, device_of(drafter)
         self._embedding: nn.Module = target.get_input_embeddings()
         self._head: Any = output_head(target)
         by_index = {layer.layer_idx: layer for layer in recurrent_layers(target)}
@@ -128,7 +147,7 @@ class DraftSession:
             return None
         views = state_views(context.cache, self._state_layers)
         alike = len({(x.shape, x.stride(), x.dtype, x.device) for x in views}) == 1
-        if alike and views[0].device == self._drafter.device and self._drafter.reader.reads_in_place(views[0]):
+        if alike and views[0].device == self._device and self._drafter.reader.reads_in_place(views[0]):
             return views
         return committed_states(context.cache, self._state_layers)
 
@@ -138,7 +157,7 @@ class DraftSession:
 
     def _block(self, context: DraftContext) -> torch.Tensor:
         """Hidden states `[B, G, d]` of the block; the features of the round join the context."""
-        device, dtype = self._drafter.device, self._drafter.dtype
+        device, dtype = self._device, self._drafter.dtype
         features = torch.cat([context.features[i] for i in self.target_layer_ids], dim=-1)
         # with `inputs_embeds` the ids lack the prompt, so feature rows [B, new tokens, m * d] are counted too
         self._num_tokens = max(context.input_ids.shape[1] - 1, self._num_tokens + features.shape[1])

@@ -30,6 +30,7 @@ from ready_hf.weight_files import (
     check_finite,
     check_headers,
     check_index_names,
+    why_unbuildable,
     why_unloadable,
 )
 
@@ -98,7 +99,8 @@ class ReadyDrafterPreTrainedModel(PreTrainedModel):
                 raise BrokenCheckpointError("; ".join(problems))
         except Exception as error:
             is_known = isinstance(error, BrokenCheckpointError)
-            problem = str(error) if is_known else why_unloadable(pretrained_model_name_or_path, kwargs)
+            problem = str(error) if is_known else why_unbuildable(error)
+            problem = problem or why_unloadable(pretrained_model_name_or_path, kwargs)
             if problem is None:
                 raise
             raise BrokenCheckpointError(
@@ -111,10 +113,11 @@ class ReadyDrafterPreTrainedModel(PreTrainedModel):
         model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **kwargs: Any
     ) -> Any:
         """Looks at the files before anything of them is read: they are resolved here, from a folder or the Hub."""
-        if state_dict is None and not load_config.is_quantized:  # quantized tensors have types and shapes of their own
+        if state_dict is None:
             if load_config.sharded_metadata is not None:
                 check_index_names(load_config.sharded_metadata["weight_map"].values())
-            check_headers(checkpoint_files or [], model.state_dict(), load_config.ignore_mismatched_sizes)
+            options = (load_config.ignore_mismatched_sizes, load_config.is_quantized)
+            check_headers(checkpoint_files or [], model.state_dict(), *options)
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)
 
     @classmethod

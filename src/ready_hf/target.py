@@ -111,8 +111,8 @@ def check_target(model: PreTrainedModel) -> list[RecurrentLayer]:
     """Returns the recurrent layers of a target that can be rolled back; refuses any other by name.
 
     Raises:
-        UnsupportedTargetError: encoder-decoder model, Mamba-1, an unknown recurrence, or a kernel that replaces a
-        whole layer.
+        UnsupportedTargetError: encoder-decoder model, Mamba-1, an unknown recurrence, a kernel that replaces a whole
+        layer, or an adapter that puts tokens of its own in front.
     """
     name = f"{type(model).__name__} (model type {model.config.model_type!r})"
     if model.config.is_encoder_decoder:
@@ -135,6 +135,7 @@ def check_target(model: PreTrainedModel) -> list[RecurrentLayer]:
         raise UnsupportedTargetError(_unknown_recurrence(name, unknown))
     for layer in layers:
         _refuse_replaced_forward(name, layer)
+    _refuse_prompt_learning(name, model)
     return layers
 
 
@@ -477,6 +478,19 @@ def _refuse_replaced_forward(name: str, layer: RecurrentLayer) -> None:
             f"{name}: the forward of {type(layer.mixer).__name__} in layer {layer.layer_idx} was replaced (a "
             "whole-layer kernel from the Hub?), so its recurrence cannot be recorded. Load the model "
             "with `use_kernels=False`."
+        )
+
+
+def _refuse_prompt_learning(name: str, model: nn.Module) -> None:
+    # while PEFT generates, the model inside prepares its inputs by the method of the wrapper
+    wrapper = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", None)
+    config: Any = getattr(wrapper, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        kind = str(config.peft_type).rpartition(".")[2]
+        raise UnsupportedTargetError(
+            f"{name} has an adapter of PEFT's type {kind}, which puts tokens of its own into forwards, so a block of "
+            "drafts is not what is fed. Call `generate` without a drafter, or use an adapter that changes weights, "
+            "such as LoRA."
         )
 
 

@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel, Trainer
 
 from ready_hf.anchors import anchors_of_rows
-from ready_hf.checkpoints import check_complete, check_optimizer, last_complete_checkpoint
+from ready_hf.checkpoints import check_complete, check_optimizer, check_weights, last_complete_checkpoint
 from ready_hf.collator import DraftingCollator, check_is_one_text
 from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.features import DraftingBatch, FrozenTarget, choose_anchors, legal_anchors
@@ -171,13 +171,14 @@ class ReadyTrainer(Trainer):
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def check_checkpoint(self, checkpoint: str | Path) -> None:
-        """Refuses to go on from a checkpoint that was trained in other stages, or with another drafter.
+        """Refuses to go on from a checkpoint that was trained in other stages, or with another drafter, or is broken.
 
         Raises:
             ValueError: naming what differs.
         """
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # they save optimizers in forms of their own
             check_optimizer(Path(checkpoint), self.create_optimizer())
+            check_weights(Path(checkpoint), self.model)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """All rows count: `dataloader_drop_last` is about training."""

@@ -6,6 +6,8 @@ other types or shapes, numbers that are none.
 """
 
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +28,8 @@ from transformers.utils import (
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SUFFIX = ".safetensors"
+LONGEST_NAME = 255  # of a file, in bytes, on every usual system
+BASE_MODEL_PREFIX = "model."
 PLACE_OPTIONS = ("cache_dir", "revision", "subfolder", "token")  # of `from_pretrained`: where the files are
 
 
@@ -40,45 +44,99 @@ def check_index_names(names: Iterable[Any]) -> None:
         BrokenCheckpointError: naming the first such entry.
     """
     for name in names:
-        if not isinstance(name, str) or not name.endswith(SUFFIX) or Path(name).name != name or "\\" in name:
+        is_plain = isinstance(name, str) and Path(name).name == name and "\\" not in name and len(name) <= LONGEST_NAME
+        if not is_plain or not name.endswith(SUFFIX):
+            shown = name[:LONGEST_NAME] if isinstance(name, str) else name
             raise BrokenCheckpointError(
-                f"its index of weights names {name!r}; allowed are {SUFFIX} files in the folder of the index"
+                f"its index of weights names {shown!r}; allowed are {SUFFIX} files in the folder of the index"
             )
 
 
-def check_headers(files: Sequence[str], wanted: Mapping[str, torch.Tensor], other_shapes_allowed: bool) -> None:
+def check_headers(
+    files: Sequence[str], wanted: Mapping[str, torch.Tensor], other_shapes_allowed: bool, is_quantized: bool = False
+) -> None:
     """Refuses files that are no whole safetensors files, or whose tensors cannot be those of a model.
 
     Args:
         files (`list[str]`): The files, resolved.
         wanted (`dict[str, torch.Tensor]`): Tensors of the model by name; only their shapes are looked at.
-        other_shapes_allowed (`bool`): Look at types alone.
+        other_shapes_allowed (`bool`): Do not look at shapes.
+        is_quantized (`bool`): Nor at types and missing tensors: packed ones have types, shapes and names of their own.
 
     Raises:
         BrokenCheckpointError: naming the file that cannot be read, or every tensor that does not fit.
     """
     found: dict[str, tuple[list[int], str]] = {}
+    problems: list[str] = []
     for file in files:
-        if not Path(file).is_file():
-            raise BrokenCheckpointError(f"there is no {str(file)!r}")
-        if not str(file).endswith(SUFFIX):
-            raise BrokenCheckpointError(
-                f"{str(file)!r} is no {SUFFIX} file, and others are not loaded, since they can run code"
-            )
-        try:
-            with safe_open(file, "pt") as opened:
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-                found |= {name: (list(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
-        except (OSError, SafetensorError) as error:
-            raise BrokenCheckpointError(
-                f"{str(file)!r} is no whole safetensors file ({error}): copy, download or save it again"
-            ) from error
-    # what belongs to no module is named after loading
-    problems = _other_types({name: dtype for name, (_, dtype) in found.items() if name in wanted})
-    if not other_shapes_allowed:
-        problems += _other_shapes({name: shape for name, (shape, _) in found.items()}, wanted)
+        for stored, header in _header(file).items():
+            # transformers drops the name of the base model in front
+            name = stored if stored in wanted else stored.removeprefix(BASE_MODEL_PREFIX)
+            if name in found:
+                problems.append(f"{name} is there twice, and which one is meant cannot be told")
+            found[name] = header
+    if not is_quantized:
+        # all of them: the caller may rename them while loading
+        problems += _other_types({name: dtype for name, (_, dtype) in found.items()})
+        shapes = {name: shape for name, (shape, _) in found.items()}
+        problems += [] if other_shapes_allowed else _other_shapes(shapes, wanted)
+        problems += _far_too_few(shapes, wanted) if files and not problems else []
     if problems:
         raise BrokenCheckpointError("; ".join(problems))
+
+
+def check_whole(files: Sequence[str], wanted: Mapping[str, torch.Tensor]) -> None:
+    """Refuses files unless they hold every tensor of a model and no other, all of them finite. Reads them.
+
+    Args:
+        files (`list[str]`): The files.
+        wanted (`dict[str, torch.Tensor]`): Tensors of the model by name; only their shapes are looked at.
+
+    Raises:
+        BrokenCheckpointError: as `check_headers`; or naming what is missing, left over or not finite.
+    """
+    check_headers(files, wanted, other_shapes_allowed=False)
+    found, wrong = set(), []
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                found.add(name)
+                if not bool(torch.isfinite(opened.get_tensor(name)).all()):
+                    wrong.append(name)
+    problems = [f"missing: {name}" for name in sorted(wanted.keys() - found)] + _of_no_module(found, wanted)
+    problems += [f"values that are not finite in {_some(wrong)}: the training diverged"] if wrong else []
+    if problems:
+        raise BrokenCheckpointError("; ".join(problems))
+
+
+def _header(file: str) -> dict[str, tuple[list[int], str]]:
+    """Shapes and types of the tensors in a file, by name."""
+    if not Path(file).is_file():
+        raise BrokenCheckpointError(f"there is no {str(file)!r}")
+    if not str(file).endswith(SUFFIX):
+        raise BrokenCheckpointError(
+            f"{str(file)!r} is no {SUFFIX} file, and others are not loaded, since they can run code"
+        )
+    try:
+        with safe_open(file, "pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+            return {name: (list(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise BrokenCheckpointError(
+            f"{str(file)!r} is no whole safetensors file ({error}): copy, download or save it again"
+        ) from error
+
+
+def _far_too_few(found: Mapping[str, list[int]], wanted: Mapping[str, torch.Tensor]) -> list[str]:
+    """Missing tensors larger than all that is there. Loading would make them up, in memory, before it says so."""
+    missing = sorted(wanted.keys() - found.keys())
+    if sum(wanted[name].numel() for name in missing) <= sum(map(math.prod, found.values())):
+        return []
+    return [f"missing: {name}" for name in missing] + _of_no_module(found, wanted)
+
+
+def _of_no_module(found: Iterable[str], wanted: Mapping[str, Any]) -> list[str]:
+    return [f"belongs to no module: {name}" for name in sorted(set(found) - wanted.keys())]
 
 
 def _other_types(found: Mapping[str, str]) -> list[str]:
@@ -101,7 +159,7 @@ def _other_shapes(found: Mapping[str, list[int]], wanted: Mapping[str, torch.Ten
     ]
     if problems:
         problems += [f"missing: {name}" for name in sorted(wanted.keys() - found.keys())]
-        problems += [f"belongs to no module: {name}" for name in sorted(found.keys() - wanted.keys())]
+        problems += _of_no_module(found, wanted)
     return problems
 
 
@@ -123,6 +181,16 @@ def check_finite(model: nn.Module) -> None:
             f"values that are not finite in {_some(wrong)}: the training diverged, the file is damaged, or {dtype} is "
             "too narrow for them"
         )
+
+
+def why_unbuildable(error: Exception) -> str | None:
+    """What an error of making a model says about its sizes; `None` if it is another."""
+    if isinstance(error, (MemoryError, RuntimeError, TypeError)) and re.search(
+        "overflow|allocate mem", str(error), re.I
+    ):
+        first = str(error).partition("\n")[0]
+        return f"the sizes in its {CONFIG_NAME} are beyond any memory ({first})"
+    return None
 
 
 def why_unloadable(path: Any, options: Mapping[str, Any]) -> str | None:

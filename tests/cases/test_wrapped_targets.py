@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import ready_hf
 from ready_hf.target import output_head
@@ -14,6 +14,7 @@ from ready_hf.target_features import decoder_layers
 from support import (
     FeatureCheck,
     StateCheck,
+    counting_forwards,
     drafter_for,
     num_hooks,
     partly_right,
@@ -112,6 +113,57 @@ def test_c20_embeddings_and_head_on_the_disk(tmp_path):
     for assistant in (drafter, partly_right(expected, 0.7, block_size=5)):
         assert torch.equal(written(target, prompt, assistant_model=assistant), expected)
     assert target.get_input_embeddings().weight.is_meta
+
+
+def drafter_on_the_disk(folder):
+    """The shipped drafter, most of it on the disk by accelerate's hooks."""
+    options = {"dtype": torch.float32, "offload_folder": str(folder)}
+    devices = {"hidden_norm": "cpu", "norm": "cpu", "rotary_emb": "cpu", "confidence_head": "cpu"}
+    devices |= dict.fromkeys(("fc", "layers", "markov_head", "reader"), "disk")
+    drafter = AutoModel.from_pretrained(ready_hf.small_drafter_path(), device_map=devices, **options).eval()
+    assert drafter.device.type == "meta"
+    return drafter
+
+
+def test_c20_a_drafter_on_the_disk_drafts_the_same(tmp_path):
+    pytest.importorskip("accelerate")
+    target = AutoModelForCausalLM.from_pretrained(ready_hf.small_target_path(), dtype=torch.float32).eval()
+    prompt = AutoTokenizer.from_pretrained(ready_hf.small_target_path())(
+        "import json\n", return_tensors="pt"
+    ).input_ids
+    drafters = [
+        AutoModel.from_pretrained(ready_hf.small_drafter_path(), dtype=torch.float32),
+        drafter_on_the_disk(tmp_path),
+    ]
+    found = []
+    for drafter in drafters:
+        with ready_hf.record_stats() as stats:
+            found.append(written(target, prompt, assistant_model=drafter).tolist())
+        found.append((stats.rounds, stats.accepted_by_position))
+    assert found[:2] == found[2:]
+    assert found[0] == written(target, prompt).tolist()
+    assert sum(found[1][1]) > 0
+
+
+def test_c20_a_drafter_of_shapes_only_is_refused_before_any_forward():
+    drafter = drafter_for(trained_target(), block_size=4).to("meta")
+    with counting_forwards(trained_target()) as forwards, pytest.raises(ValueError, match="are on the meta device"):
+        written(trained_target(), prompt_for_target(), assistant_model=drafter)
+    assert forwards == []
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+def test_c23_adapters_that_put_tokens_in_front_are_refused_before_any_forward(kind):
+    """transformers 5.24 and PEFT 0.21 feed such tokens in every step, or never."""
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    wrapped = peft.get_peft_model(copy.deepcopy(trained_target()), config).eval()
+    prompt, drafter = prompt_for_target(), drafter_for(trained_target(), block_size=4)
+    with counting_forwards(wrapped) as forwards, pytest.raises(ValueError, match="puts tokens of its own"):
+        wrapped.generate(input_ids=prompt, max_new_tokens=4, assistant_model=drafter)
+    assert forwards == []
+    bare = wrapped.get_base_model()  # the adapter is none of its own
+    assert torch.equal(written(bare, prompt, assistant_model=drafter), written(trained_target(), prompt))
 
 
 def places(model):
