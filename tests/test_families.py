@@ -309,7 +309,9 @@ def test_a_layer_that_cuts_its_own_state_is_taken_at_its_word():
             self.average = self.average[..., :tokens_to_remove]
 
     cache = DynamicCache(config=attention_assistant().config)
-    cache.prompt_ids = random_prompt(5)  # somebody's note, not a state
+    cache.prompt_ids = random_prompt(5)  # somebody's notes, not a state
+    cache.notes = {"seen": [1, 2]}
+    cache.notes["all"] = cache.notes
     cache.layers[0] = Layer()
     cache.layers[0].average = torch.zeros(1)
     check_cached_states(attention_assistant(), [], cache)

@@ -27,11 +27,12 @@ def _unknown(holder: Any) -> Iterator[str]:
     return (name for name, value in vars(holder).items() if name not in known and _holds_tensor(value))
 
 
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return any(map(_holds_tensor, value))
+def _holds_tensor(value: Any, within: tuple[int, ...] = ()) -> bool:
+    if id(value) in within:  # notes may go round in circles
+        return False
+    if isinstance(value, dict | list | tuple):
+        inner = value.values() if isinstance(value, dict) else value
+        return any(_holds_tensor(x, (*within, id(value))) for x in inner)
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
