@@ -150,6 +150,11 @@ REFUSED = {
         "=2` is not supported on",
     ),
     "mtp": ({"use_mtp": True, "assistant_model": None}, ValueError, "use_mtp=True` is not supported on hybrid"),
+    "mtp and lookup": (
+        {"use_mtp": True, "prompt_lookup_num_tokens": 4, "assistant_model": None},
+        ValueError,
+        "Drop `use_mtp`",
+    ),
     "ensemble": ({"assistant_ensemble_weight": 0.5}, ValueError, "assistant_ensemble_weight"),
     "unknown speculation": ({"speculation_type": "other"}, ValueError, "speculation_type"),
     "dflash without its assistant": ({"speculation_type": "dflash"}, TypeError, "no target_layer_ids"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 import families_table
@@ -309,10 +309,48 @@ def test_a_layer_that_cuts_its_own_state_is_taken_at_its_word():
             self.average = self.average[..., :tokens_to_remove]
 
     cache = DynamicCache(config=attention_assistant().config)
-    cache.prompt_ids = random_prompt(5)  # somebody's note, not a state
+    cache.prompt_ids = random_prompt(5)  # somebody's notes, not a state
+    cache.notes = {"seen": [1, 2]}
+    cache.notes["all"] = cache.notes
     cache.layers[0] = Layer()
     cache.layers[0].average = torch.zeros(1)
     check_cached_states(attention_assistant(), [], cache)
+
+
+def test_such_a_layer_keeps_one_number_of_tokens_in_all_rows():
+    """What it cuts would not be moved with its keys."""
+    model = attention_assistant()
+
+    class Layer(DynamicLayer):
+        def crop(self, tokens_to_remove):
+            super().crop(tokens_to_remove)
+
+    cache = DynamicCache(config=model.config)
+    cache.layers[0] = Layer()
+    with torch.no_grad():
+        model(random_prompt(5, batch=2), **{CACHE_NAME: cache})
+        rollback = ready_hf.Rollback(cache)
+        with rollback.recording(3):
+            model(random_prompt(3, batch=2), **{CACHE_NAME: cache})
+    with pytest.raises(UnsupportedTargetError, match="Layer cannot keep a different number of tokens per row"):
+        rollback.commit(torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("layer_class", [LinearAttentionLayer, LinearAttentionAndFullAttentionLayer])
+def test_a_recurrent_layer_with_a_state_more_is_refused_even_if_it_can_cut_it(layer_class):
+    """A rollback rebuilds states of such layers and never calls their `crop`."""
+
+    class Layer(layer_class):
+        def crop(self, tokens_to_remove):
+            self.average = self.history[tokens_to_remove - 1]
+
+    model = tiny_target("qwen3_5")
+    cache = DynamicCache(config=model.config)
+    cache.layers[0] = Layer()
+    check_cached_states(model, recurrent_layers(model), cache)
+    cache.layers[0].average, cache.layers[0].history = torch.zeros(1), [torch.zeros(1)]
+    with pytest.raises(UnsupportedTargetError, match="`average` of layer 0, `history` of layer 0. "):
+        check_cached_states(model, recurrent_layers(model), cache)
 
 
 @pytest.mark.usefixtures("assisted_generation")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from ready_hf import ReadyDrafterModel
-from ready_hf.checkpoints import last_complete_checkpoint
+from ready_hf.checkpoints import check_optimizer, last_complete_checkpoint
 from ready_hf.schedules import add_reader
 from support import drafter_for, random_prompt, tiny_target, trained_target
 
@@ -435,3 +435,29 @@ def test_nothing_to_go_on_from_is_said(run, tmp_path):
     (tmp_path / "checkpoint-5").mkdir()
     with pytest.raises(ValueError, match=r"none is complete: checkpoint-5 \(no trainer_state.json\)"):
         last_complete_checkpoint(tmp_path)
+
+
+class PackedMoments(torch.Tensor):
+    """As torchao's optimizers of 8 and 4 bits keep them: a class of its own, which knows few operations."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.isfinite:
+            raise NotImplementedError("unimplemented")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_an_optimizer_that_packs_its_moments_goes_on(tmp_path):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"].as_subclass(PackedMoments)
+    torch.save(state, tmp_path / "optimizer.pt")
+    with torch.serialization.safe_globals([PackedMoments]):
+        check_optimizer(tmp_path, optimizer)
+        state["state"][0]["exp_avg_sq"][0] = torch.nan
+        torch.save(state, tmp_path / "optimizer.pt")
+        with pytest.raises(ValueError, match="not finite"):
+            check_optimizer(tmp_path, optimizer)

@@ -90,7 +90,8 @@ def check_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
             f"cannot go on from {checkpoint.name}: its {OPTIMIZER_NAME} holds no state of an optimizer "
             f"({type(error).__name__}). {ANOTHER}"
         ) from error
-    if not all(bool(torch.isfinite(x).all()) for x in moments if isinstance(x, torch.Tensor)):
+    # packed ones, such as torchao's of 8 or 4 bits, are classes of their own, which know few operations
+    if not all(bool(torch.isfinite(x).all()) for x in moments if type(x) is torch.Tensor):
         raise ValueError(
             f"cannot go on from {checkpoint.name}: its {OPTIMIZER_NAME} holds values that are not finite: the "
             f"training diverged. {ANOTHER}"

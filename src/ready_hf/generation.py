@@ -231,6 +231,16 @@ def _requested_assistance(model: PreTrainedModel, call: dict[str, Any]) -> Draft
             return AssistantDrafter(assistant)
         _clear(model, call, "speculation_type")
         return DFlashDrafter(assistant)
+    num_tokens = _effective(model, call, "prompt_lookup_num_tokens")
+    if num_tokens is None:
+        _refuse_assistance_of_its_own(model, call)
+        return None
+    ngram_size = _effective(model, call, "max_matching_ngram_size") or 2
+    _clear(model, call, "prompt_lookup_num_tokens")
+    return PromptLookupDrafter(num_tokens, ngram_size)
+
+
+def _refuse_assistance_of_its_own(model: PreTrainedModel, call: dict[str, Any]) -> None:
     for name in ("assistant_early_exit", "use_mtp"):
         value = _effective(model, call, name)
         if value:
@@ -238,12 +248,6 @@ def _requested_assistance(model: PreTrainedModel, call: dict[str, Any]) -> Draft
                 f"`{name}={value!r}` is not supported on hybrid targets: use `prompt_lookup_num_tokens`, an "
                 "`assistant_model` or a drafter"
             )
-    num_tokens = _effective(model, call, "prompt_lookup_num_tokens")
-    if num_tokens is None:
-        return None
-    ngram_size = _effective(model, call, "max_matching_ngram_size") or 2
-    _clear(model, call, "prompt_lookup_num_tokens")
-    return PromptLookupDrafter(num_tokens, ngram_size)
 
 
 def _drafted_generate(original: Callable[..., Any], model: Any, drafter: Drafter, call: dict[str, Any]) -> Any:

@@ -73,8 +73,9 @@ class ReadyDrafterPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         """As in transformers, except that a checkpoint must fit: no tensor is made up or left out silently.
 
-        Only safetensors files are loaded. With `output_loading_info=True` the caller is told about names instead, and
-        `ignore_mismatched_sizes=True` allows other shapes, as in transformers.
+        Only safetensors files are loaded. With `output_loading_info=True` the caller is told about names instead, as
+        long as most of the drafter is there, and `ignore_mismatched_sizes=True` allows other shapes, as in
+        transformers.
 
         Raises:
             RuntimeError: naming the tensors that are missing, have another shape or type, are not finite, or belong to

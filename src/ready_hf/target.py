@@ -166,8 +166,8 @@ def check_cached_states(model: PreTrainedModel, layers: list[RecurrentLayer], ca
         raise UnsupportedTargetError(
             f"{name} keeps tensors in its {type(cache).__name__} that ready_hf does not know how to roll back: "
             f"{', '.join(tensors)}. Known are keys and values, convolution windows and the states of "
-            f"{_supported()}. Call `generate` without a drafter, or give the class of the layer a `crop` that cuts "
-            "them back."
+            f"{_supported()}. Call `generate` without a drafter, or, in a layer of keys and values alone, give its "
+            "class a `crop` that cuts them back."
         )
 
 

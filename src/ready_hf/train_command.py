@@ -273,7 +273,8 @@ def _examples(sources: Sequence[str], settings: TrainSettings) -> list[Example]:
 
 def _check_apart(examples: list[Example], held_out: list[Example]) -> None:
     """Refuses held-out texts that are to be learned too, in whatever file they stand."""
-    learned = {_content(example) for example in examples}
+    kept = {_content(example) for example in held_out}  # of the two the few: what is learned may fill the memory
+    learned = {content for example in examples if kept and (content := _content(example)) in kept}
     both = [example for example in held_out if _content(example) in learned]
     if both:
         raise UsageError(
