@@ -14,7 +14,9 @@ from transformers.cache_utils import StaticLayer
 
 import ready_hf
 from assistants import attention_assistant, noisy
+from families import FAMILIES
 from random_calls import Call, calls, load, text
+from ready_hf.kernels import launches
 from support import (
     cache_of,
     drafter_for,
@@ -24,6 +26,7 @@ from support import (
     states,
     tiny_target,
     trained_target,
+    with_lively_weights,
     worst_error,
 )
 from test_dflash_assistants import dflash_assistant
@@ -58,6 +61,25 @@ def test_greedy_calls_of_the_shipped_drafters(call):
 @given(call=calls("small", longest=8, sample=True))
 def test_sampled_calls_of_the_shipped_drafters(call):
     check(on_the_gpu(call), BOUND)
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "bamba", "nemotron_h", "olmo_hybrid"])
+def test_families(family):
+    """KDA, Mamba-2 with and without limits on its time steps, and a gated delta rule, by the kernels of the commit."""
+    config = FAMILIES[family]()
+    if family == "nemotron_h":
+        config.time_step_min = 0.5
+    target = with_lively_weights(AutoModelForCausalLM.from_config(config, dtype=torch.float32)).to("cuda")
+    ready_hf.ensure_patched(target)
+    ids, options = random_prompt(12).to("cuda"), {"return_dict_in_generate": True}
+    want = written(target, ids, **options)
+    launches.clear()
+    for block_size in (5, 8):
+        drafter = partly_right(want.sequences, 0.8, block_size)
+        got = written(target, ids, assistant_model=drafter, **options)
+        assert torch.equal(got.sequences, want.sequences)
+        assert worst_error(states(cache_of(got)), states(cache_of(want))) <= 1e-5
+    assert launches["commit_and_read"] > 0
 
 
 def prompt(start: int = 0, length: int = 24) -> torch.Tensor:
