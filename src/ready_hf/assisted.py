@@ -130,14 +130,16 @@ class AssistantCandidateGenerator(AssistedCandidateGenerator):
         return self._unset | super()._prepare_generation_args(*args, **kwargs)
 
 
-def _options_of_its_own(assistant: PreTrainedModel, config: GenerationConfig) -> dict[str, None]:
-    """Options to unset: an assistant's `generate` would take from its own configuration what the target's leaves open.
+def _options_of_its_own(assistant: PreTrainedModel, config: GenerationConfig) -> dict[str, Any]:
+    """Options to unset: what the target's leave open, `generate` would take from the assistant's own configuration.
 
     Stop strings, beams, a kind of cache, another assistance: these are for texts, and the assistant only drafts.
     """
     names = set(vars(assistant.generation_config)) & set(vars(GenerationConfig()))
-    found = {name for name in names if not name.startswith("_") and getattr(config, name, None) is None}
-    return dict.fromkeys(found - {"max_length", "max_new_tokens", "min_length", "min_new_tokens"})
+    names -= {"max_length", "max_new_tokens", "min_length", "min_new_tokens"}
+    defaults = GenerationConfig._get_default_generation_params()
+    is_open = [name for name in names if not name.startswith("_") and getattr(config, name, None) is None]
+    return {name: defaults.get(name) for name in is_open}
 
 
 class _BeforeDrafts(LogitsProcessor):

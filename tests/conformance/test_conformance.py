@@ -57,7 +57,9 @@ def fetch_suite(cache: Path) -> Path:
             )
         with tarfile.open(archives[0]) as archive:
             members = [m for m in archive.getmembers() if m.name.split("/")[1:2] == ["tests"]]
-            archive.extractall(scratch, members, filter="data")
+            # no `filter` before Python 3.11.4
+            options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+            archive.extractall(scratch, members, **options)
         found = list(Path(scratch).glob("*/tests/test_modeling_common.py"))
         if len(found) != 1:
             raise RuntimeError(
