@@ -388,3 +388,13 @@ def test_a_target_of_nan_is_said_when_it_decodes():
     target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight * float("nan"))
     with pytest.raises(RuntimeError, match="the target's scores of token 8 are not a number"):
         target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=drafter)
+
+
+def test_whoever_asks_is_told_of_every_name(folder):
+    """Also where nothing of the drafter is there, as transformers' own model tests want it."""
+    save_file({"tensor": torch.tensor([1, 2])}, folder / WEIGHTS, metadata={"format": "pt"})
+    model, info = AutoModel.from_pretrained(folder, output_loading_info=True)
+    assert set(info["missing_keys"]) == set(model.state_dict())
+    assert set(info["unexpected_keys"]) == {"tensor"}
+    with pytest.raises(RuntimeError, match="tensor of type I64"):
+        AutoModel.from_pretrained(folder)

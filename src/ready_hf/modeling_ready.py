@@ -4,6 +4,7 @@ It owns the trunk, the heads and the reader. Embeddings and output head are the 
 tensors or modules in every call and never stored, neither in the module nor in a checkpoint.
 """
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,9 @@ from ready_hf.weight_files import (
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# Whether the caller of `from_pretrained` asked for `output_loading_info`; transformers does not hand it on.
+_names_are_told: ContextVar[bool] = ContextVar("names_are_told", default=False)
 
 
 @dataclass
@@ -73,9 +77,8 @@ class ReadyDrafterPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         """As in transformers, except that a checkpoint must fit: no tensor is made up or left out silently.
 
-        Only safetensors files are loaded. With `output_loading_info=True` the caller is told about names instead, as
-        long as most of the drafter is there, and `ignore_mismatched_sizes=True` allows other shapes, as in
-        transformers.
+        Only safetensors files are loaded. With `output_loading_info=True` the caller is told about names instead, and
+        `ignore_mismatched_sizes=True` allows other shapes, as in transformers.
 
         Raises:
             RuntimeError: naming the tensors that are missing, have another shape or type, are not finite, or belong to
@@ -91,6 +94,7 @@ class ReadyDrafterPreTrainedModel(PreTrainedModel):
             return super().from_pretrained(None, *model_args, **kwargs)
         tells_names = kwargs.pop("output_loading_info", False)
         options = kwargs | {"output_loading_info": True, "use_safetensors": True, "weights_only": True}
+        token = _names_are_told.set(bool(tells_names))
         try:
             model, info = super().from_pretrained(pretrained_model_name_or_path, *model_args, **options)
             check_finite(model)
@@ -107,6 +111,8 @@ class ReadyDrafterPreTrainedModel(PreTrainedModel):
             raise BrokenCheckpointError(
                 f"the drafter in {str(pretrained_model_name_or_path)!r} cannot be loaded: {problem}"
             ) from (error.__cause__ if is_known else error)
+        finally:
+            _names_are_told.reset(token)
         return (model, info) if tells_names else model
 
     @staticmethod
@@ -117,8 +123,13 @@ class ReadyDrafterPreTrainedModel(PreTrainedModel):
         if state_dict is None:
             if load_config.sharded_metadata is not None:
                 check_index_names(load_config.sharded_metadata["weight_map"].values())
-            options = (load_config.ignore_mismatched_sizes, load_config.is_quantized)
-            check_headers(checkpoint_files or [], model.state_dict(), *options)
+            check_headers(
+                checkpoint_files or [],
+                model.state_dict(),
+                load_config.ignore_mismatched_sizes,
+                load_config.is_quantized,
+                _names_are_told.get(),
+            )
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)
 
     @classmethod

@@ -53,7 +53,11 @@ def check_index_names(names: Iterable[Any]) -> None:
 
 
 def check_headers(
-    files: Sequence[str], wanted: Mapping[str, torch.Tensor], other_shapes_allowed: bool, is_quantized: bool = False
+    files: Sequence[str],
+    wanted: Mapping[str, torch.Tensor],
+    other_shapes_allowed: bool,
+    is_quantized: bool = False,
+    names_are_told: bool = False,
 ) -> None:
     """Refuses files that are no whole safetensors files, or whose tensors cannot be those of a model.
 
@@ -62,6 +66,7 @@ def check_headers(
         wanted (`dict[str, torch.Tensor]`): Tensors of the model by name; only their shapes are looked at.
         other_shapes_allowed (`bool`): Do not look at shapes.
         is_quantized (`bool`): Nor at types and missing tensors: packed ones have types, shapes and names of their own.
+        names_are_told (`bool`): Missing tensors, and those of no module, are the caller's business.
 
     Raises:
         BrokenCheckpointError: naming the file that cannot be read, or every tensor that does not fit.
@@ -77,10 +82,12 @@ def check_headers(
             found[name] = header
     if not is_quantized:
         # all of them: the caller may rename them while loading
-        problems += _other_types({name: dtype for name, (_, dtype) in found.items()})
+        types = {name: dtype for name, (_, dtype) in found.items() if name in wanted or not names_are_told}
+        problems += _other_types(types)
         shapes = {name: shape for name, (shape, _) in found.items()}
         problems += [] if other_shapes_allowed else _other_shapes(shapes, wanted)
-        problems += _far_too_few(shapes, wanted) if files and not problems else []
+        if files and not problems and not names_are_told:
+            problems += _far_too_few(shapes, wanted)
     if problems:
         raise BrokenCheckpointError("; ".join(problems))
 
