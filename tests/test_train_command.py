@@ -7,6 +7,7 @@ import huggingface_hub
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import is_bitsandbytes_available
 
 import ready_hf
 from ready_hf.cli import main
@@ -207,6 +208,7 @@ UNREACHABLE = [
 @pytest.mark.parametrize(("options", "message"), UNREACHABLE, ids=lambda x: x if isinstance(x, str) else None)
 def test_what_is_not_there_is_one_line_too(target, data, tmp_path, capsys, monkeypatch, options, message):
     """A program that reports, an optimizer's library, the Hub."""
+    is_bitsandbytes_available()  # transformers remembers the first answer, which must be true for tests after this one
     for package in ("wandb", "bitsandbytes"):
         monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
