@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-import families_table
 import ready_hf
 from assistants import attention_assistant
 from composites import COMPOSITES, SPECIAL_TOKENS, image_inputs
@@ -32,6 +30,7 @@ from support import (
     cache_of,
     counting_forwards,
     drafter_for,
+    existing,
     image_target,
     partly_right,
     random_prompt,
@@ -77,13 +76,8 @@ def _generate(model: Any, inputs: dict[str, torch.Tensor], max_new_tokens: int, 
 def case(name: str) -> Case:
     """The case of a family; skips the test if this transformers does not have it."""
     family, has_image = name.removesuffix(IMAGE), name.endswith(IMAGE)
-    try:
-        # the text model of glm5_next has no head of its own
-        model = image_target(family) if has_image or family == "glm5_next" else tiny_target(family)
-    except AttributeError as error:
-        if "module transformers has no attribute" not in str(error):
-            raise
-        pytest.skip(f"{families_table.ABSENT} {transformers.__version__}")
+    # the text model of glm5_next has no head of its own
+    model = existing(lambda: image_target(family) if has_image or family == "glm5_next" else tiny_target(family))
     inputs = image_inputs(family) if has_image else {"input_ids": random_prompt(12)}
     return Case(model, inputs, _generate(model, inputs, NEW_TOKENS))
 

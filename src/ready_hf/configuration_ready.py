@@ -384,8 +384,8 @@ class ReadyDrafterConfig(PreTrainedConfig):
         shape = target if isinstance(target, TargetShape) else target_shape(target)
         rows = self.vocab_size, shape.vocab_size
         is_close = self.mask_token_id < min(rows) and max(rows) - min(rows) <= max(rows) // 20
-        pairs: list[tuple[str, Any, Any]] = [
-            ("vocabulary", *((0, 0) if is_close and not exact_vocabulary else rows)),
+        pairs: list[tuple[str, Any, Any]] = [] if is_close and not exact_vocabulary else [("vocabulary", *rows)]
+        pairs += [
             ("hidden size", self.hidden_size, shape.hidden_size),
             ("number of decoder layers", self.num_target_layers, shape.num_layers),
         ]

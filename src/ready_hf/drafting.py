@@ -21,7 +21,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ready_hf.candidates import DraftContext, ReadyCandidateGenerator, choose_drafts
 from ready_hf.configuration_ready import ReadyDrafterConfig
 from ready_hf.target import committed_states, output_head, recurrent_layers, state_views
-from ready_hf.target_shape import target_shape
+from ready_hf.target_shape import check_token_ids
 
 
 logger = logging.getLogger(__name__)
@@ -82,13 +82,8 @@ class DraftingMixin:
             weights, or the prompt has ids beyond the target's vocabulary.
         """
         self.config.validate_architecture()  # fields may have been set since the drafter was made
-        shape = target_shape(target)
-        self.config.check_target(shape, exact_vocabulary=False)
-        lowest, highest = (int(input_ids.min()), int(input_ids.max())) if input_ids.numel() else (0, 0)
-        if lowest < 0 or highest >= shape.vocab_size:
-            raise ValueError(
-                f"the prompt has token ids from {lowest} to {highest}; allowed are 0 to {shape.vocab_size - 1}"
-            )
+        self.config.check_target(target, exact_vocabulary=False)
+        check_token_ids(target, input_ids, "the prompt")
         return ReadyCandidateGenerator(self.make_session(target), target, generation_config, logits_processor)
 
     def make_session(self, target: PreTrainedModel) -> "DraftSession":
